@@ -3,9 +3,9 @@
 Their names are those of TOOL_CALL_PARSER and REASONING_PARSER.
 """
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from api.answers.scanner import SPACE
 
@@ -24,7 +24,7 @@ class ReasoningFormat:
 
     Attributes:
         always: an answer begins with thinking, even without the first mark.
-        signs, is_token: as of a format of calls.
+        signs: as of a format of calls.
     """
 
     name: str
@@ -32,7 +32,6 @@ class ReasoningFormat:
     close: str
     signs: Signs = ()
     always: bool = False
-    is_token: bool = False
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -118,8 +117,7 @@ class CallFormat:
         short_ids: the model's template takes ids of calls of 9 letters and digits.
         unmarked: what a call without a mark begins with; a bracket only at the beginning of the answer or of
             a line, and for functions that the request offers.
-        heads: how an object that is such a call begins, as models space it; `%s` is its function's name in
-            quotes.
+        keys: those of an object that is such a call.
     """
 
     name: str
@@ -129,7 +127,7 @@ class CallFormat:
     is_token: bool = False
     short_ids: bool = False
     unmarked: str = ""
-    heads: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
 
     def writing(self, special: Container[str]) -> Writing:
         """How a model with these special tokens writes calls."""
@@ -192,7 +190,6 @@ KIMI = (
 """The marks around all calls, around one, and before its arguments: first, last, and those between."""
 LFM2_SIGNS = (("<|tool_call_start|>",), ("<|tool_list_start|>",))
 LLAMA4_SIGNS = (("func_name1(", "<|header_start|>"),)
-Format = TypeVar("Format", CallFormat, ReasoningFormat)
 OBJECT = '{"name": "$name", "arguments": $arguments}'
 
 
@@ -310,14 +307,14 @@ CALL_FORMATS = {
             (Writing("", "", '{"name": "$name", "parameters": $arguments}', "; ", may_open=PYTHON_TAG),),
             (('"parameters": ', "ipython"),),
             unmarked="{",
-            heads=('{"name": %s, "parameters": {', '{"name":%s,"parameters":{'),
+            keys=("name", "parameters"),
         ),
         CallFormat(
             "tgi",
             (),
             (Writing("", "", '{"function": $arguments_with_name}', None),),
             unmarked="{",
-            heads=('{"function": {"_name": %s', '{"function":{"_name":%s'),
+            keys=("function",),
         ),
     )
 }
@@ -334,24 +331,23 @@ CALL_FORMAT_ALIASES = {
 
 
 def find_call_format(template: str, id_of: Callable[[str], int | None]) -> CallFormat | None:
-    """The format in which a model writes calls; None if its template has no tools, or another format."""
-    return find_format(CALL_FORMATS.values(), template, id_of) if "tools" in template else None
+    """The format in which a model writes calls: the first whose signs are in its template or its vocabulary;
+    None if its template has no tools, or another format.
+    """
+    if "tools" not in template:
+        return None
+    for form in CALL_FORMATS.values():
+        if is_signed(template, form.signs) or (form.is_token and id_of(form.signs[0][0]) is not None):
+            return form
+    return None
 
 
 def find_reasoning_format(template: str) -> ReasoningFormat | None:
     """The format in which a model thinks; None if it does not, or if its format of calls has the thinking."""
     if any(text in template for text in OTHER_THINKING):
         return None
-    return find_format(REASONING_FORMATS.values(), template, lambda _: None)
+    return next((form for form in REASONING_FORMATS.values() if is_signed(template, form.signs)), None)
 
 
-def find_format(
-    formats: Iterable[Format], template: str, id_of: Callable[[str], int | None]
-) -> Format | None:
-    """The first format whose signs are in the template or in the vocabulary."""
-    for form in formats:
-        if any(all(text in template for text in texts) for texts in form.signs):
-            return form
-        if form.is_token and id_of(form.signs[0][0]) is not None:
-            return form
-    return None
+def is_signed(template: str, signs: Signs) -> bool:
+    return any(all(text in template for text in texts) for texts in signs)

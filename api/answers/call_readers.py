@@ -212,11 +212,13 @@ def is_text(word: str) -> bool:
     return not any("\ud800" <= char <= "\udfff" for char in word)
 
 
-def read_arguments(scanner: Scanner, name: str, _ends: Sequence[str] = ()) -> Waiting:
+def read_arguments(scanner: Scanner, name: str, ends: Sequence[str] = ()) -> Waiting:
     """Begin the call, and pass its arguments on as they come. Arguments that are no object are read whole
-    before the call begins: some models write the object's JSON text as a string, or null.
+    before the call begins: some models write the object's JSON text as a string, null, or nothing.
     """
     yield from scanner.skip()
+    if ends and (yield from scanner.next_is(*ends)):
+        return add_whole_call(scanner, name, "{}")
     if (yield from scanner.char()) == "{":
         scanner.start_call(name)
         return (yield from read_value(scanner, scanner.add_arguments))
@@ -462,30 +464,24 @@ def read_harmony(scanner: Scanner) -> Scan:
     said: set[str] = set()
     scanner.begin_mark()
     while (yield from scanner.char()):
-        header = yield from read_header(scanner)
+        yield from scanner.skip()
+        is_message = yield from scanner.next_is(START, CHANNEL, "to=", "assistant")
+        header = (yield from scanner.until(MESSAGE, MAX_HEADER)) if is_message else None
         if header is None:
             scanner.reject()
             yield from scanner.content_until(START, CHANNEL)
             scanner.position = 0
             continue
         recipient, channel = ("".join(one.findall(header)[:1]) for one in (RECIPIENT, NAME_OF_CHANNEL))
-        if recipient.startswith(FUNCTIONS):
-            if not (yield from read_body_of_call(scanner, recipient.removeprefix(FUNCTIONS))):
-                scanner.reject()
-                yield from read_body(scanner, "content", set())
-        elif recipient or channel == "analysis":
-            yield from read_body(scanner, "reasoning", said)
+        if not recipient.startswith(FUNCTIONS):
+            is_reasoning = recipient or channel == "analysis"
+            yield from read_body(scanner, "reasoning" if is_reasoning else "content", said)
+        elif (yield from read_arguments(scanner, recipient.removeprefix(FUNCTIONS), ENDS)):
+            yield from read_ends(scanner, ENDS)
         else:
-            yield from read_body(scanner, "content", said)
+            scanner.reject()
+            yield from read_body(scanner, "content", set())
         scanner.begin_mark()
-
-
-def read_header(scanner: Scanner) -> Generator[None, None, str | None]:
-    """What stands before a message's text."""
-    yield from scanner.skip()
-    if not (yield from scanner.next_is(START, CHANNEL, "to=", "assistant")):
-        return None
-    return (yield from scanner.until(MESSAGE, MAX_HEADER))
 
 
 def read_body(scanner: Scanner, kind: str, said: set[str]) -> Scan:
@@ -505,12 +501,3 @@ def read_body(scanner: Scanner, kind: str, said: set[str]) -> Scan:
     scanner.trim()
     if mark not in ENDS:
         scanner.position -= len(mark)
-
-
-def read_body_of_call(scanner: Scanner, name: str) -> Waiting:
-    yield from scanner.skip()
-    found = yield from scanner.next_is(*ENDS)
-    if not (add_whole_call(scanner, name, "{}") if found else (yield from read_arguments(scanner, name))):
-        return False
-    yield from read_ends(scanner, ENDS)
-    return True

@@ -65,19 +65,6 @@ class CallArguments:
 Delta = ContentDelta | ReasoningDelta | CallStart | CallArguments
 
 
-def joined(last: Delta, delta: Delta) -> Delta | None:
-    """Both deltas as one, if they continue each other."""
-    match last, delta:
-        case ContentDelta(), ContentDelta():
-            return ContentDelta(last.text + delta.text)
-        case ReasoningDelta(), ReasoningDelta():
-            return ReasoningDelta(last.text + delta.text)
-        case CallArguments(), CallArguments() if last.index == delta.index:
-            return CallArguments(last.index, last.text + delta.text)
-        case _:
-            return None
-
-
 class Scanner:
     """The text about which nothing is decided yet, and the deltas of what is decided.
 
@@ -257,11 +244,15 @@ class Scanner:
 
     def emit(self, delta: Delta) -> None:
         """Add a delta to those of this piece of text, joined with the last one where it continues it."""
-        both = joined(self.deltas[-1], delta) if self.deltas else None
-        if both is None:
-            self.deltas.append(delta)
-        else:
-            self.deltas[-1] = both
+        match [*self.deltas[-1:], delta]:
+            case [ContentDelta(before), ContentDelta(text)]:
+                self.deltas[-1] = ContentDelta(before + text)
+            case [ReasoningDelta(before), ReasoningDelta(text)]:
+                self.deltas[-1] = ReasoningDelta(before + text)
+            case [CallArguments(index, before), CallArguments(_, text)]:
+                self.deltas[-1] = CallArguments(index, before + text)
+            case _:
+                self.deltas.append(delta)
 
 
 def find_mark(text: str, marks: Sequence[str], start: int, ended: bool) -> tuple[int, str] | None:

@@ -4,6 +4,7 @@ Text that may become a part of a stop string is held back until that is known.
 """
 
 from collections.abc import Collection, Sequence
+from itertools import compress
 
 from api.answers.scanner import end_of_certain
 from api.errors import INSUFFICIENT_QUOTA
@@ -21,6 +22,8 @@ class StopHoldback:
         hidden_ids: tokens that are no part of the text.
         num_tokens: number of tokens taken.
         num_chars: number of characters of the tokens taken, free or held back.
+        held: text of the tokens taken that is not free yet.
+        shown: whether each character of it is visible.
         stop_reason: the stop string or token id that ended the text, or `insufficient_quota`; set by `last`.
     """
 
@@ -28,45 +31,39 @@ class StopHoldback:
         self.stream = stream
         self.hidden_ids = hidden_ids
         self.include_stop = include_stop
-        self.held: list[tuple[str, str]] = []
+        self.held = ""
+        self.shown: list[bool] = []
         self.num_tokens = 0
         self.num_chars = 0
         self.stop_reason: str | int | None = None
 
     def step(self) -> str:
         """Take one token, which is not the last, and return the text that is free now."""
-        text, visible = self.next_piece()
+        text, is_shown = self.take_token()
         stopping = self.stream.request.stopping
         if not stopping.stop or self.num_tokens <= stopping.min_new_tokens:
-            return visible
-        self.held.append((text, visible))
-        held = self.text
-        return self.take_text(len(held) - end_of_certain(held, stopping.stop, 0))
+            return text if is_shown else ""
+        self.hold(text, is_shown)
+        return self.free(end_of_certain(self.held, stopping.stop, 0))
 
     def last(self) -> str:
         """Take the last token, unless it was taken before, and return the rest of the text."""
         assert self.stream.terminal is not None
-        reason, fresh = self.stream.terminal.reason, self.num_tokens < self.stream.num_tokens
+        reason, num_held = self.stream.terminal.reason, len(self.held)
+        fresh = self.num_tokens < self.stream.num_tokens
         if fresh:
-            self.held.append(self.next_piece())
+            self.hold(*self.take_token())
         stops = self.stream.request.stopping.stop if reason == "stop_sequence" else []
-        stop = find_first_stop(self.text, stops)
+        stop = find_first_stop(self.held, stops)
         if stop is not None:
             begin, self.stop_reason = stop
-            return self.take_text(len(self.text) - begin - self.include_stop * len(self.stop_reason))
+            return self.free(begin + self.include_stop * len(self.stop_reason))
         if reason == "stop_sequence":
             self.stop_reason = self.stream.ids[-1]
         if reason == BUDGET:
             self.stop_reason = INSUFFICIENT_QUOTA
-        if self.stream.terminal.known_reason != "length" and fresh and not self.include_stop:
-            self.held.pop()
-        return self.take_text(0)
-
-    # --- pieces: (text, visible text: the same or empty) ----------------------------------------------------
-
-    @property
-    def text(self) -> str:
-        return "".join(text for text, _ in self.held)
+        is_end = self.stream.terminal.known_reason != "length" and fresh  # its text is a mark
+        return self.free(num_held if is_end and not self.include_stop else len(self.held))
 
     @property
     def visible_text(self) -> str:
@@ -74,27 +71,23 @@ class StopHoldback:
         pairs = zip(self.stream.ids, self.stream.texts, strict=False)
         return "".join(text for token, text in pairs if token not in self.hidden_ids)
 
-    def next_piece(self) -> tuple[str, str]:
+    def take_token(self) -> tuple[str, bool]:
+        """The text of the next token, and whether it is visible."""
         i = self.num_tokens
-        text = self.stream.texts[i]
-        visible = "" if self.stream.ids[i] in self.hidden_ids else text
+        text, is_shown = self.stream.texts[i], self.stream.ids[i] not in self.hidden_ids
         self.num_tokens += 1
-        self.num_chars += len(visible)
-        return text, visible
+        self.num_chars += len(text) if is_shown else 0
+        return text, is_shown
 
-    def take_text(self, num_held: int) -> str:
-        """Remove and return the held text, but for its last `num_held` characters."""
-        rest = len(self.text) - num_held
-        pieces = []
-        while self.held and len(self.held[0][0]) <= rest:
-            text, visible = self.held.pop(0)
-            rest -= len(text)
-            pieces.append(visible)
-        if rest:
-            text, visible = self.held[0]
-            self.held[0] = (text[rest:], visible[rest:])
-            pieces.append(visible[:rest])
-        return "".join(pieces)
+    def hold(self, text: str, is_shown: bool) -> None:
+        self.held += text
+        self.shown += [is_shown] * len(text)
+
+    def free(self, end: int) -> str:
+        """Remove the held text up to this place; return what of it is visible."""
+        text = "".join(compress(self.held[:end], self.shown))
+        self.held, self.shown = self.held[end:], self.shown[end:]
+        return text
 
 
 def find_first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:

@@ -134,10 +134,3 @@ def find_error(source: str) -> str:
     if cause.startswith(NO_TEXT):
         return "" if num_tried else "no text satisfies it"
     return f"it is too complex: {cause}" if cause and is_compiled else cause
-
-
-def can_begin(source: str, text: str) -> bool:
-    """Whether a text of the grammar can begin with this one."""
-    matcher = llguidance.LLMatcher(byte_tokenizer(), source, log_level=0)
-    tokens = list(text.encode())
-    return matcher.try_consume_tokens(tokens) == len(tokens)

@@ -24,8 +24,7 @@ from api.answers.call_formats import CALL_FORMATS, HARMONY, REASONING_FORMATS
 from api.answers.scanner import Tool
 from api.errors import ApiError, cut, invalid, quoted, refuse, renamed, renamed_field
 from api.event_loop import offload
-from api.grammar.apart import run_apart
-from api.grammar.compile import COMPILED, Grammar, can_begin, compile_grammar
+from api.grammar.compile import COMPILED, Grammar, compile_grammar
 from api.grammar.force import answer_source, call_grammar
 from api.json import parse_text
 from api.prompts.chat_template import (
@@ -597,29 +596,19 @@ def reasoning_variables(
 # --- grammar ------------------------------------------------------------------------------------------------
 
 
-ANY_NAME = '{"any name'
-
-
-async def reading_beside(grammar: Grammar | None, tools: ToolChoice | None, reading: Reading) -> Reading:
+def reading_beside(grammar: Grammar | None, tools: ToolChoice | None, reading: Reading) -> Reading:
     """How an answer is read when the client gives a grammar beside tools: it is calls, or what the grammar
-    describes. If the grammar describes the very object that a call without a mark is, the answer is never a
-    call. Raises ApiError.
+    describes. If that is an object with the very properties of a call without a mark, the answer is never a
+    call.
     """
     if grammar is None or tools is None or tools.is_forced or reading.calls == HARMONY:
         return reading
     form = CALL_FORMATS.get(reading.calls)
-    heads = [head % json.dumps(tool.name) for head in (form.heads if form else ()) for tool in tools.callable]
-    if heads:
-        source = await compile_grammar(replace(grammar, closed=True))
-        if await run_apart(grammar.field, names_of_call, source, tuple(heads)):
+    if form is not None and form.keys and grammar.kind == "json":
+        properties = json.loads(grammar.text).get("properties")
+        if isinstance(properties, dict) and all(key in properties for key in form.keys):
             return replace(reading, calls="")
     return replace(reading, is_either=True)
-
-
-@functools.lru_cache(maxsize=64)
-def names_of_call(source: str, heads: tuple[str, ...]) -> bool:
-    """Whether objects of a grammar may begin as calls do, but not with any other name."""
-    return not can_begin(source, ANY_NAME) and any(can_begin(source, head) for head in heads)
 
 
 async def answer_grammar(
@@ -661,7 +650,7 @@ async def read_chat(body: ChatRequest, pool: Pool) -> GenerationParams:
     may_force = tools is None or tools.is_promised or not pool.settings.disable_grammar_support
     asked = body.grammar()
     if reading is not None:
-        reading = await reading_beside(asked, tools, reading)
+        reading = reading_beside(asked, tools, reading)
     forced = await answer_grammar(asked, tools if may_force else None, reading, tokenizer)
     last, newer, prefix = body.messages[-1], body.max_completion_tokens, ""
     if body.echo and last.role == "assistant":  # the message that the model continues

@@ -13,12 +13,12 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (13_102, 25_409),
+    "api": (13_071, 25_358),
     "batcher": (2_786, 4_798),
     "gpu_worker": (11_162, 21_465),
     "common": (3_755, 7_487),
     "deploy": (2_509, 4_402),
-    "tests": (31_897, 55_748),
+    "tests": (31_894, 55_733),
     "benchmarks": (2_188, 3_706),
 }
 MOST_WORDS_OF_DOCS = 21_821

@@ -330,13 +330,13 @@ async def test_an_object_with_the_properties_of_a_call_is_none(form: str) -> Non
     reading = Reading(calls=form)
     like_calls = of_object(name="string", parameters="object", function="object")
     others = [of_object(name="string", age="integer"), Grammar("json", "{}", "f"), FORMAT]
-    assert await reading_beside(like_calls, tools(), reading) == Reading()
+    assert reading_beside(like_calls, tools(), reading) == Reading()
     for grammar in others:
-        found = await reading_beside(grammar, tools(), reading)
+        found = reading_beside(grammar, tools(), reading)
         assert found == replace(reading, is_either=True)
     for choice in (None, tools("required"), tools("f")):
-        assert await reading_beside(like_calls, choice, reading) == reading
-    assert await reading_beside(None, tools(), reading) == reading
+        assert reading_beside(like_calls, choice, reading) == reading
+    assert reading_beside(None, tools(), reading) == reading
     forced = await answer_grammar(like_calls, tools(), Reading(), model_tokenizer())
     assert forced is not None and not matches(forced.text, CALL)
     assert matches(forced.text, '{"name": "f", "parameters": {}}')
