@@ -6,8 +6,8 @@ follow each other become one call, if the model then computes the same bits. Hid
 hidden] of the weights' dtype, logits [tokens, vocabulary].
 """
 
+import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from ctypes import pointer
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -104,11 +104,11 @@ class FusedLayers:
 
     def __init__(
         self,
-        layers: list[native.LayerStruct],
+        layers: list[ctypes.Structure],
         weights: list[torch.Tensor | None],
         arguments: CpuPagedBackend,
     ) -> None:
-        self.layers = (native.LayerStruct * len(layers))(*layers)
+        self.layers = (native.structs.Layer * len(layers))(*layers)
         self.weights = weights  # the structs point into their memory
         self.arguments = arguments
         self.dtype = arguments.dtype
@@ -127,12 +127,12 @@ class FusedLayers:
         )
         weights = [norm and norm.weight.detach().float().contiguous() for norm in modules]
         norms = [
-            native.NormStruct(weight.data_ptr(), epsilon_of(module))
+            native.structs.Norm(weight.data_ptr(), epsilon_of(module))
             if module
-            else native.NormStruct(None, 0.0)
+            else native.structs.Norm(None, 0.0)
             for module, weight in zip(modules, weights, strict=True)
         ]
-        struct = native.LayerStruct(pointer(arguments.caches[attention]), *linears, *norms, rotary)
+        struct = native.structs.Layer(ctypes.addressof(arguments.caches[attention]), *linears, *norms, rotary)
         return cls([struct], weights, arguments)
 
     @classmethod

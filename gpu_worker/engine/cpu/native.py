@@ -6,14 +6,17 @@ They run on the threads of torch's own OpenMP runtime: two runtimes would fight 
 import ctypes
 import functools
 import logging
+import re
 import subprocess
-from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from ctypes import c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from common.process.machine import make_cache_folder
-from gpu_worker.engine.cpu.compile import COMPILED, compile_command, compile_objects, digest, write
+from gpu_worker.engine.cpu.compile import COMPILED, SOURCES, compile_command, compile_objects, digest, write
 
 log = logging.getLogger(__name__)
 
@@ -24,102 +27,34 @@ ANY_ROWS = 2**31 - 1
 """`tf_block_rows` of a type whose weights in blocks are faster than plain ones for any number of rows."""
 
 
-class LowRankStruct(ctypes.Structure):
-    _fields_ = [*((name, c_void_p) for name in ("down", "up")), ("rank", c_int32)]
+NUMBERS = {"int": c_int32, "int32_t": c_int32, "int64_t": c_int64, "float": c_float}
+"""By their names in C++. A pointer is an address."""
 
 
-class AdaptersStruct(ctypes.Structure):
-    _fields_ = [
-        ("matrices", c_void_p),
-        *((name, c_int32) for name in ("num_linears", "max_rank", "num_runs")),
-        *((name, c_void_p) for name in ("runs", "order", "slots", "used")),
-    ]
+def read_structs() -> SimpleNamespace:
+    """The structs in which Python passes arguments, as kernels/structs.h has them."""
+    text = re.sub(r"//.*", "", (SOURCES / "structs.h").read_text())
+    types: dict[str, Any] = {**NUMBERS}
+    for name, body in re.findall(r"struct (\w+) {(.*?)}", text, re.DOTALL):
+        fields = [
+            (field.strip(" *\n"), c_void_p if "*" in field else types[kind])
+            for kind, names in re.findall(r"(?:const )?(\w+)([^;]+);", body)
+            for field in names.split(",")
+        ]
+        types[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
+    return SimpleNamespace(**types)
 
 
-class StepStruct(ctypes.Structure):
-    _fields_ = [
-        *((name, c_int32) for name in ("threads", "num_tokens", "num_tiles", "block_size", "num_parts")),
-        *((name, c_void_p) for name in ("slots", "tiles", "tables", "adapters")),
-    ]
+structs = read_structs()
 
 
-class PagesStruct(ctypes.Structure):
-    _fields_ = [
-        *((name, c_void_p) for name in ("keys", "values")),
-        ("stored", c_int32),
-        *((name, c_float) for name in ("key_scale", "value_scale")),
-    ]
-
-
-class CacheStruct(ctypes.Structure):
-    _fields_ = [
-        ("pages", PagesStruct),
-        *((name, c_int32) for name in ("kv_heads", "group", "key_dim", "value_dim", "window")),
-        *((name, c_float) for name in ("scaling", "softcap")),
-        ("sinks", c_void_p),
-    ]
-
-
-class HeadsStruct(ctypes.Structure):
-    _fields_ = [("data", c_void_p), ("token", c_int64), ("head", c_int64)]
-
-
-class BlocksStruct(ctypes.Structure):
-    _fields_ = [
-        *((name, c_void_p) for name in ("quants", "scales", "offsets", "codes")),
-        *((name, c_int32) for name in ("bits", "size", "half_scales")),
-    ]
-
-
-class LinearStruct(ctypes.Structure):
-    _fields_ = [
-        *((name, c_void_p) for name in ("packed", "bias")),
-        *((name, c_int32) for name in ("inputs", "outputs")),
-        ("blocks", BlocksStruct),
-        ("number", c_int32),
-    ]
-
-
-class NormStruct(ctypes.Structure):
-    _fields_ = [("weight", c_void_p), ("epsilon", c_float)]
-
-
-class LayerStruct(ctypes.Structure):
-    _fields_ = [
-        ("cache", POINTER(CacheStruct)),
-        *((name, LinearStruct) for name in ("q", "k", "v", "o", "gate", "up", "down")),
-        *((name, NormStruct) for name in ("before_attention", "before_mlp", "of_query", "of_key")),
-        ("rotary", c_int32),
-    ]
-
-
-class SamplerOutputStruct(ctypes.Structure):
-    _fields_ = [
-        *((name, c_void_p) for name in ("ids", "logprobs", "top_ids", "top_logprobs")),
-        ("tops", c_int32),
-    ]
-
-
-SIGNATURES = {
-    "tf_attend": [c_int32, POINTER(StepStruct), POINTER(CacheStruct), *[POINTER(HeadsStruct)] * 3, c_void_p],
-    "tf_multiplies": [c_int32],
-    "tf_block_rows": [c_int32],
-    "tf_panel": [c_int32],
-    "tf_words": [c_int32],
-    "tf_pack": [c_int32, c_void_p, c_int32, c_int32, c_void_p],
-    "tf_product": [c_int32, c_int32, c_void_p, c_int32, POINTER(LinearStruct), c_int32, c_void_p],
-    "tf_adapt": [
-        *(c_int32, c_int32, c_void_p, c_int32, POINTER(LinearStruct), POINTER(AdaptersStruct)),
-        *(c_int32, c_void_p),
-    ],
-    "tf_layers": [c_int32, POINTER(StepStruct), POINTER(LayerStruct), c_int32, c_void_p, c_void_p, c_void_p],
-    "tf_sample": [
-        *(c_int32, c_int32, c_void_p, c_int32, c_int32, c_int64, c_int32),
-        *(POINTER(c_void_p), POINTER(SamplerOutputStruct)),
-    ],
-    "tf_logprobs": [c_int32, c_int32, c_void_p, c_int32, c_int32, c_int64, POINTER(SamplerOutputStruct)],
-}
-"""As in kernels/*.cpp."""
+def read_signatures() -> dict[str, list[Any]]:
+    """The types of the arguments of functions in kernels/*.cpp."""
+    text = "".join(path.read_text() for path in sorted(SOURCES.glob("*.cpp")))
+    return {
+        name: [c_void_p if "*" in one else NUMBERS[one.split()[0]] for one in arguments.split(",")]
+        for name, arguments in re.findall(r'extern "C" \w+ (\w+)\(([^)]*)\)', text)
+    }
 
 
 @functools.cache
@@ -131,7 +66,7 @@ def library() -> ctypes.CDLL | None:
         [first, *_] = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         log.warning("no native kernels, torch's are used and are slower: %s", first)
         return None
-    for name, arguments in SIGNATURES.items():
+    for name, arguments in read_signatures().items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = arguments, c_int32
     return loaded

@@ -86,7 +86,7 @@ def region(num_bytes: int) -> torch.Tensor:
 
 def pack_blocks(
     blocks: Blocks, panel: int, words: int, pages: LargePages
-) -> tuple[native.BlocksStruct, list[torch.Tensor]]:
+) -> tuple[ctypes.Structure, list[torch.Tensor]]:
     """Pack blocks in panels of `panel` outputs, with `words` of an output's quants next to each other, as the
     kernels read them (kernels/blocks.h); the struct points into the tensors [...] of several dtypes.
     """
@@ -100,7 +100,7 @@ def pack_blocks(
     if blocks.codes is not None:
         tensors.append(pages.move(blocks.codes.float()))
         codes = tensors[-1].data_ptr()
-    return native.BlocksStruct(quants, scales, offsets, codes, blocks.bits, blocks.size, half), tensors
+    return native.structs.Blocks(quants, scales, offsets, codes, blocks.bits, blocks.size, half), tensors
 
 
 def pack_quants(quants: torch.Tensor, bits: int, words: int) -> torch.Tensor:
@@ -193,7 +193,7 @@ class NativeLinear(PackedLinear):
         self.dtype = native.TYPE_CODES[self.weight_dtype]
         self.panel = library.tf_panel(self.dtype)
         self.panels = -(-self.out_features // self.panel)
-        self.blocks: native.BlocksStruct | None = None
+        self.blocks: ctypes.Structure | None = None
         self.tensors: list[torch.Tensor] = []
         if blocks:
             self.blocks, self.tensors = pack_blocks(blocks, self.panel, library.tf_words(self.dtype), pages)
@@ -212,7 +212,7 @@ class NativeLinear(PackedLinear):
         return packed
 
     @functools.cached_property
-    def struct(self) -> native.LinearStruct:
+    def struct(self) -> ctypes.Structure:
         """The layer as the kernels take it, made at the first product: a bias may have changed since the
         weights were packed.
         """
@@ -222,11 +222,11 @@ class NativeLinear(PackedLinear):
         self.biases[: self.out_features] = self.bias.detach()
         return self.struct_with(self.biases.data_ptr())
 
-    def struct_with(self, bias: int | None) -> native.LinearStruct:
+    def struct_with(self, bias: int | None) -> ctypes.Structure:
         packed = None if self.packed is None else self.packed.data_ptr()
         sizes = self.in_features, self.out_features
-        blocks = self.blocks or native.BlocksStruct()
-        return native.LinearStruct(packed, bias, *sizes, blocks, self.number)
+        blocks = self.blocks or native.structs.Blocks()
+        return native.structs.Linear(packed, bias, *sizes, blocks, self.number)
 
     def product(self, rows: torch.Tensor, biased: bool) -> torch.Tensor:
         """Raises RuntimeError where the rows do not fit the weights, as torch's own does: the kernel would

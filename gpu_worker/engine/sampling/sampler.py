@@ -306,8 +306,8 @@ def logits_arguments(logits: torch.Tensor) -> tuple[int, ...]:
     )
 
 
-def output_pointers(output: SamplerOutput) -> native.SamplerOutputStruct:
-    return native.SamplerOutputStruct(*(column.data_ptr() for column in output), output.top_ids.shape[1])
+def output_pointers(output: SamplerOutput) -> ctypes.Structure:
+    return native.structs.SamplerOutput(*(column.data_ptr() for column in output), output.top_ids.shape[1])
 
 
 ALIGNMENT = 16

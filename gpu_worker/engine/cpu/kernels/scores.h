@@ -102,6 +102,24 @@ struct Scores {
     }
 };
 
+// Of one row.
+struct SampleRequest {
+    uint64_t seed;
+    uint32_t choice, index;  // with the seed they decide the row's random numbers
+    double typical_p, top_p;
+    float temperature, repetition, lowest;
+    int32_t top_k, raw_logprobs, num_tops, num_masked;
+    const int32_t *parts, *ids, *mask;
+    const float* values;
+
+    SampleRequest(const SamplingArguments& from, int n)
+        : seed(from.seed[n]), choice(from.choice[n]), index(from.index[n]), typical_p(from.typical_p[n]),
+          top_p(from.top_p[n]), temperature(from.temperature[n]), repetition(from.repetition[n]),
+          lowest(from.lowest[n]), top_k(from.top_k[n]), raw_logprobs(from.raw_logprobs[n]),
+          num_tops(from.num_tops[n]), num_masked(from.mask[2 * n + 1]), parts(from.parts + n * (PARTS + 1)),
+          ids(from.ids), mask(from.masks + from.mask[2 * n]), values(from.values) {}
+};
+
 // Of one part of a row's ids. An id outside the model's vocabulary is never sampled.
 template <class F> void each(const SampleRequest& request, int part, Scores& scores, F change) {
     for (int i = request.parts[part]; i < request.parts[part + 1]; i++)

@@ -1,4 +1,4 @@
-// The arguments that Python passes; cpu/native.py has structs with the same fields in the same order.
+// The arguments that Python passes: cpu/native.py reads them here.
 #pragma once
 #include <cstdint>
 
@@ -108,24 +108,6 @@ struct SamplingArguments {
     const int32_t* masks;
 };
 constexpr int PARTS = 4;  // of a row's ids and values
-
-// Of one row.
-struct SampleRequest {
-    uint64_t seed;
-    uint32_t choice, index;  // with the seed they decide the row's random numbers
-    double typical_p, top_p;
-    float temperature, repetition, lowest;
-    int32_t top_k, raw_logprobs, num_tops, num_masked;
-    const int32_t *parts, *ids, *mask;
-    const float* values;
-
-    SampleRequest(const SamplingArguments& from, int n)
-        : seed(from.seed[n]), choice(from.choice[n]), index(from.index[n]), typical_p(from.typical_p[n]),
-          top_p(from.top_p[n]), temperature(from.temperature[n]), repetition(from.repetition[n]),
-          lowest(from.lowest[n]), top_k(from.top_k[n]), raw_logprobs(from.raw_logprobs[n]),
-          num_tops(from.num_tops[n]), num_masked(from.mask[2 * n + 1]), parts(from.parts + n * (PARTS + 1)),
-          ids(from.ids), mask(from.masks + from.mask[2 * n]), values(from.values) {}
-};
 
 // Where sampled tokens go, [rows]; the likeliest beside them [tops][rows], of which a row fills its num_tops.
 struct SamplerOutput {
