@@ -7,6 +7,7 @@ fixed place and size, which captured steps read: [slots, rank, inputs] and [slot
 import math
 from collections.abc import Mapping
 from ctypes import addressof, byref
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -40,10 +41,9 @@ class DeviceTokens:
 
     def set(self, tokens: AdaptedTokens) -> None:
         """Take a step's tokens."""
-        counts = np.bincount(tokens.slots[tokens.order], minlength=len(self.starts) - 1)
-        starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
         self.slots.fill_(-1)
-        own = tokens.slots, tokens.order, starts
+        self.starts.fill_(len(tokens.order))
+        own = tokens.slots, tokens.order, tokens.starts
         for target, numbers in zip((self.slots, self.order, self.starts), own, strict=True):
             target[: len(numbers)].copy_(to_device(numbers, self.slots.device))
 
@@ -126,7 +126,7 @@ class PreparedTokens:
     ) -> None:
         runs = [
             (slot, begin, min(RUN_TOKENS, end - begin))
-            for slot, first, end in tokens.groups
+            for slot, (first, end) in enumerate(pairwise(tokens.starts.tolist()))
             for begin in range(first, end, RUN_TOKENS)
         ]
         self.used = used
@@ -235,7 +235,7 @@ class AdapterLayers:
         for tokens, own in zip(self.tokens, step, strict=True):
             tokens.set(own)
         if self.linears:
-            ranks = self.ranks[[slot for slot, *_ in step.tokens.groups]].max(0, initial=0)
+            ranks = self.ranks[np.flatnonzero(np.diff(step.tokens.starts))].max(0, initial=0)
             used, max_rank = (ranks > 0).astype(np.uint8), int(ranks.max())
             self.prepared = [PreparedTokens(own, self.matrices, used, max_rank) for own in step]
 

@@ -1,6 +1,5 @@
 """Adapters as rows see them: which adapter a row has, and which tokens of a step have one. No tensors."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,22 +31,20 @@ class AdaptedTokens:
     Attributes:
         slots: int32 [tokens]; where the weights of a token's adapter lie; -1: it has none.
         order: int32 [tokens with an adapter]; their places, those of one slot next to each other.
-        groups: (slot, begin in `order`, end) of each slot that has tokens.
+        starts: int32 [slots up to the last one with tokens + 1]; where the tokens of each begin in `order`.
     """
 
     slots: Int32
     order: Int32
-    groups: Sequence[tuple[int, int, int]]
+    starts: Int32
 
     @classmethod
     def of(cls, slots: Int32) -> "AdaptedTokens":
         """slots int32 [tokens]"""
         by_slot = np.argsort(slots, kind="stable")
         order: Int32 = by_slot[np.count_nonzero(slots < 0) :].astype(np.int32)
-        found, counts = np.unique(slots[order], return_counts=True)
-        ends = np.cumsum(counts)
-        groups = zip(found.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True)
-        return cls(slots, order, list(groups))
+        starts = np.searchsorted(slots[order], np.arange(slots.max(initial=-1) + 2))
+        return cls(slots, order, starts.astype(np.int32))
 
 
 class AdaptedStep(NamedTuple):

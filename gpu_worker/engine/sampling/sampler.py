@@ -276,7 +276,7 @@ def sample_natively(
     """
     num_tops = max((request.state.top_n_tokens for request in filter(None, requests)), default=0)
     output = empty_output(len(requests), num_tops, CPU)
-    arguments = kept.of(requests, logits.shape[1], CPU) if any(requests) else ()
+    arguments = kept.of(requests, logits.shape[1], CPU) if any(requests) else []
     columns = (ctypes.c_void_p * len(arguments))(*(column.data_ptr() for column in arguments))
     num_requests = len(arguments[0]) if arguments else 0
     library.tf_sample(*logits_arguments(logits), num_requests, columns, byref(output_pointers(output)))
@@ -332,43 +332,9 @@ NUM_PARTS = 4
 NO_CHANGES = ((NO_IDS, NO_VALUES),) * NUM_PARTS
 
 
-class SamplingArguments(NamedTuple):
-    """What the kernels read of n rows; they take the tensors in this order. All are [n] but for the last
-    five.
-
-    Attributes:
-        temperature: 0 for the likeliest token.
-        top_k: 0 for all tokens.
-        lowest: the logarithm of min_p.
-        raw_logprobs: whether the log-probability is the model's own.
-        num_tops: how many of the likeliest tokens are reported.
-        place: the row of the logits.
-        token_index: of the next token.
-        parts: [n, 1 + NUM_PARTS]; where the row's parts of `ids` and `values` begin, and where the last one
-            ends: logit bias, watermark, bans, and what penalties subtract.
-        mask: [n, 2]; where the row's mask begins in `masks`, and how many tokens it covers.
-        ids, values, masks: [any].
-    """
-
-    seed: torch.Tensor
-    typical_p: torch.Tensor
-    temperature: torch.Tensor
-    repetition_penalty: torch.Tensor
-    lowest: torch.Tensor
-    choice: torch.Tensor
-    top_k: torch.Tensor
-    raw_logprobs: torch.Tensor
-    num_tops: torch.Tensor
-    top_p: torch.Tensor
-    place: torch.Tensor
-    token_index: torch.Tensor
-    parts: torch.Tensor
-    mask: torch.Tensor
-    ids: torch.Tensor
-    values: torch.Tensor
-    masks: torch.Tensor
-
-
+SamplingArguments = list[torch.Tensor]
+"""What the kernels read of n rows, as kernels/structs.h says."""
+TOKEN_INDEX = [name for name, _ in native.structs.SamplingArguments._fields_].index("index")
 OF_A_STATE = np.dtype(
     [("seed", "<i8"), ("typical_p", "<f8")]
     + [(name, "<f4") for name in ("temperature", "repetition_penalty", "lowest")]
@@ -400,7 +366,7 @@ class KeptArguments:
         indices = [one.index for one in requests if one]
         arguments = self.arguments
         if arguments and states == self.states and indices == self.indices:
-            arguments.token_index.add_(1)
+            arguments[TOKEN_INDEX].add_(1)
         else:
             arguments = sampling_arguments(requests, vocab_size, device)
             stay = all(one.state.is_steady(one.index) for one in requests if one)
@@ -456,7 +422,7 @@ def sampling_arguments(
         np.concatenate([values for _, values in every], dtype=np.float32),
         np.concatenate(words, dtype=np.int32),
     )
-    return SamplingArguments(*to_device_together(arrays, device))
+    return to_device_together(arrays, device)
 
 
 def parameters_of(state: SamplingState) -> bytes:
@@ -492,7 +458,7 @@ def changes(request: SampleRequest, vocab_size: int) -> Sequence[tuple[Int64, Fl
     )
 
 
-def to_device_together(parts: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
+def to_device_together(parts: Sequence[npt.NDArray[Any]], device: torch.device) -> SamplingArguments:
     """Arrays [...] of any dtypes → tensors [...] of these dtypes on the device, by one copy.
     Each begins at a multiple of ALIGNMENT bytes, so that Triton compiles once.
     """

@@ -96,14 +96,23 @@ struct Layer {
     int32_t rotary;  // numbers of a head that are rotated, half against half
 };
 
-// How rows sample: as `SamplingArguments` in sampling/sampler.py.
+// How n rows sample, in the order in which sampling/sampler.py makes them; the kernel on CUDA reads them, too.
+// All are [n] but for the last five.
 struct SamplingArguments {
     const uint64_t* seed;
     const double* typical_p;
-    const float *temperature, *repetition, *lowest;
-    const int32_t *choice, *top_k, *raw_logprobs, *num_tops;
+    const float *temperature, *repetition;  // a temperature of 0: the likeliest token
+    const float* lowest;  // the logarithm of min_p
+    const int32_t *choice, *top_k;  // a top_k of 0: all tokens
+    const int32_t* raw_logprobs;  // whether the log-probability is the model's own
+    const int32_t* num_tops;  // how many of the likeliest tokens are reported
     const double* top_p;
-    const int32_t *place, *index, *parts, *mask, *ids;
+    const int32_t* place;  // the row of the logits
+    const int32_t* index;  // of the next token
+    const int32_t* parts;  // [n][1 + PARTS] where the row's parts of `ids` and `values` begin, and where the
+                           // last one ends: logit bias, watermark, bans, and what penalties subtract
+    const int32_t* mask;  // [n][2] where the row's mask begins in `masks`, and how many tokens it covers
+    const int32_t* ids;
     const float* values;
     const int32_t* masks;
 };

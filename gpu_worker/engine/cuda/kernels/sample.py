@@ -340,7 +340,7 @@ def sample_row(
     all_scores: tl.tensor, lists: tl.tensor, output_ids: tl.tensor, output_logprobs: tl.tensor,
     totals: tl.tensor, kept_counts: tl.tensor, size: tl.constexpr, width: tl.constexpr, part: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program for a row; what it reads of it is that of `SamplingArguments`."""
+    """One program for a row; what it reads of it are the `SamplingArguments` of kernels/structs.h."""
     row = tl.program_id(0).to(tl.int64)
     place, mask = tl.load(places + row).to(tl.int64), tl.load(mask_spans + 2 * row)
     line, scores = logits + place * stride, all_scores + row * size
@@ -390,7 +390,7 @@ def sample_rows(
     [rows] of these. Returns scores float32 [n, vocabulary], totals int64 [n] of the kept tokens' weights, and
     how many are kept, int32 [n].
     """
-    num_rows, size = len(arguments.seed), logits.shape[1]
+    num_rows, size = len(arguments[0]), logits.shape[1]
     scores = torch.empty(num_rows, size, dtype=torch.float32, device=logits.device)
     lists = torch.empty(num_rows, 2, size, dtype=torch.int32, device=logits.device)
     totals = torch.empty(num_rows, dtype=torch.int64, device=logits.device)

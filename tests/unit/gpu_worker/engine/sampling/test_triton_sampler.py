@@ -181,7 +181,7 @@ def launched(
 
 def flattened(values: Any) -> Iterator[torch.Tensor]:
     for value in values:
-        yield from flattened(value) if isinstance(value, tuple) else (value,)
+        yield from flattened(value) if isinstance(value, list) else (value,)
 
 
 def is_honoured(name: str, sample: Callable[..., Any], is_whole: bool) -> bool:
