@@ -133,7 +133,7 @@ class PreparedTokens:
         self.arrays = (np.array(runs, np.int32), tokens.order, tokens.slots, used)
         pointers = (array.ctypes.data for array in self.arrays)
         sizes = (len(used), max_rank, len(runs))
-        self.struct = native.structs.Adapters(addressof(matrices), *sizes, *pointers)
+        self.struct = native.structs["Adapters"](addressof(matrices), *sizes, *pointers)
 
 
 class AdapterLayers:
@@ -179,7 +179,7 @@ class AdapterLayers:
             connect(module, add_adapters, adapters=self, is_head=target.is_head)
             for name, buffer in (("down", down), ("up", up), ("ranks", ranks)):
                 module.register_buffer(f"adapter_{name}", buffer, persistent=False)
-        self.matrices = (native.structs.LowRank * (num_slots * len(self.linears)))()
+        self.matrices = (native.structs["LowRank"] * (num_slots * len(self.linears)))()
         self.ranks = np.zeros((num_slots, len(self.linears)), np.int32)
         self.prepared: list[PreparedTokens] = []
 
@@ -219,7 +219,7 @@ class AdapterLayers:
             if isinstance(module, NativeLinear):
                 self.ranks[slot, module.number] = pair.rank if pair else 0
                 own = (pair.down.data_ptr(), pair.up.data_ptr(), pair.rank) if pair else (None, None, 0)
-                self.matrices[slot * len(self.linears) + module.number] = native.structs.LowRank(*own)
+                self.matrices[slot * len(self.linears) + module.number] = native.structs["LowRank"](*own)
                 continue
             module.adapter_ranks[slot] = pair.rank if pair else 0
             if pair:

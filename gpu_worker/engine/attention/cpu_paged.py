@@ -51,7 +51,7 @@ class CpuPagedBackend(AttentionBackend):
         super().__init__(geometry)
         self.library = library
         self.dtype = native.TYPE_CODES[geometry.dtype]
-        self.step = byref(native.structs.Step())
+        self.step = byref(native.structs["Step"]())
         self.caches: dict[Any, ctypes.Structure] = {}
         self.step_arrays: tuple[npt.NDArray[Any], ...] = ()  # `step` points into these
         self.sinks: list[torch.Tensor] = []  # `caches` point into these
@@ -74,7 +74,7 @@ class CpuPagedBackend(AttentionBackend):
         num_parts = int((parts[:, 6] > 1).sum())
         counts = (threads, len(inputs.slots), len(parts), self.block_size, num_parts)
         adapters = self.adapters.address if self.adapters else None
-        self.step = byref(native.structs.Step(*counts, *pointers, adapters))
+        self.step = byref(native.structs["Step"](*counts, *pointers, adapters))
 
     def cache_of(self, module: Any, sinks: torch.Tensor | None) -> ctypes.Structure:
         """What stays the same for an attention module in every step. sinks [heads] of any float dtype"""
@@ -84,7 +84,7 @@ class CpuPagedBackend(AttentionBackend):
         if sinks is not None:
             sinks = sinks.detach().float().contiguous()
             self.sinks.append(sinks)
-        cache = self.caches[module] = native.structs.Cache(
+        cache = self.caches[module] = native.structs["Cache"](
             pages_of(module),
             spec.kv_heads,
             spec.group,
@@ -131,12 +131,12 @@ def with_dense_heads(tensor: torch.Tensor) -> torch.Tensor:
 
 def heads_of(tensor: torch.Tensor) -> ctypes.Structure:
     """[1, heads, tokens, dim] of any dtype, dense heads"""
-    return native.structs.Heads(tensor.data_ptr(), tensor.stride(2), tensor.stride(1))
+    return native.structs["Heads"](tensor.data_ptr(), tensor.stride(2), tensor.stride(1))
 
 
 def pages_of(module: Any) -> ctypes.Structure:
     keys, values = module.keys, module.values
-    return native.structs.Pages(
+    return native.structs["Pages"](
         keys.data_ptr(),
         values.data_ptr(),
         native.STORED_CODES.get(keys.dtype, 0),

@@ -108,7 +108,7 @@ class FusedLayers:
         weights: list[torch.Tensor | None],
         arguments: CpuPagedBackend,
     ) -> None:
-        self.layers = (native.structs.Layer * len(layers))(*layers)
+        self.layers = (native.structs["Layer"] * len(layers))(*layers)
         self.weights = weights  # the structs point into their memory
         self.arguments = arguments
         self.dtype = arguments.dtype
@@ -127,12 +127,14 @@ class FusedLayers:
         )
         weights = [norm and norm.weight.detach().float().contiguous() for norm in modules]
         norms = [
-            native.structs.Norm(weight.data_ptr(), epsilon_of(module))
+            native.structs["Norm"](weight.data_ptr(), epsilon_of(module))
             if module
-            else native.structs.Norm(None, 0.0)
+            else native.structs["Norm"](None, 0.0)
             for module, weight in zip(modules, weights, strict=True)
         ]
-        struct = native.structs.Layer(ctypes.addressof(arguments.caches[attention]), *linears, *norms, rotary)
+        struct = native.structs["Layer"](
+            ctypes.addressof(arguments.caches[attention]), *linears, *norms, rotary
+        )
         return cls([struct], weights, arguments)
 
     @classmethod

@@ -10,7 +10,6 @@ import re
 import subprocess
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,18 +30,18 @@ NUMBERS = {"int": c_int32, "int32_t": c_int32, "int64_t": c_int64, "float": c_fl
 """By their names in C++. A pointer is an address."""
 
 
-def read_structs() -> SimpleNamespace:
+def read_structs() -> dict[str, type[ctypes.Structure]]:
     """The structs in which Python passes arguments, as kernels/structs.h has them."""
     text = re.sub(r"//.*", "", (SOURCES / "structs.h").read_text())
-    types: dict[str, Any] = {**NUMBERS}
+    types: dict[str, Any] = {}
     for name, body in re.findall(r"struct (\w+) {(.*?)}", text, re.DOTALL):
         fields = [
-            (field.strip(" *\n"), c_void_p if "*" in field else types[kind])
+            (field.strip(" *\n"), c_void_p if "*" in field else (NUMBERS | types)[kind])
             for kind, names in re.findall(r"(?:const )?(\w+)([^;]+);", body)
             for field in names.split(",")
         ]
         types[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
-    return SimpleNamespace(**types)
+    return types
 
 
 structs = read_structs()

@@ -100,7 +100,7 @@ def pack_blocks(
     if blocks.codes is not None:
         tensors.append(pages.move(blocks.codes.float()))
         codes = tensors[-1].data_ptr()
-    return native.structs.Blocks(quants, scales, offsets, codes, blocks.bits, blocks.size, half), tensors
+    return native.structs["Blocks"](quants, scales, offsets, codes, blocks.bits, blocks.size, half), tensors
 
 
 def pack_quants(quants: torch.Tensor, bits: int, words: int) -> torch.Tensor:
@@ -225,8 +225,8 @@ class NativeLinear(PackedLinear):
     def struct_with(self, bias: int | None) -> ctypes.Structure:
         packed = None if self.packed is None else self.packed.data_ptr()
         sizes = self.in_features, self.out_features
-        blocks = self.blocks or native.structs.Blocks()
-        return native.structs.Linear(packed, bias, *sizes, blocks, self.number)
+        blocks = self.blocks or native.structs["Blocks"]()
+        return native.structs["Linear"](packed, bias, *sizes, blocks, self.number)
 
     def product(self, rows: torch.Tensor, biased: bool) -> torch.Tensor:
         """Raises RuntimeError where the rows do not fit the weights, as torch's own does: the kernel would

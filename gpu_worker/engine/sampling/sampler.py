@@ -307,7 +307,7 @@ def logits_arguments(logits: torch.Tensor) -> tuple[int, ...]:
 
 
 def output_pointers(output: SamplerOutput) -> ctypes.Structure:
-    return native.structs.SamplerOutput(*(column.data_ptr() for column in output), output.top_ids.shape[1])
+    return native.structs["SamplerOutput"](*(column.data_ptr() for column in output), output.top_ids.shape[1])
 
 
 ALIGNMENT = 16
@@ -334,7 +334,7 @@ NO_CHANGES = ((NO_IDS, NO_VALUES),) * NUM_PARTS
 
 SamplingArguments = list[torch.Tensor]
 """What the kernels read of n rows, as kernels/structs.h says."""
-TOKEN_INDEX = [name for name, _ in native.structs.SamplingArguments._fields_].index("index")
+TOKEN_INDEX = [field[0] for field in native.structs["SamplingArguments"]._fields_].index("index")
 OF_A_STATE = np.dtype(
     [("seed", "<i8"), ("typical_p", "<f8")]
     + [(name, "<f4") for name in ("temperature", "repetition_penalty", "lowest")]
