@@ -96,7 +96,7 @@ struct Layer {
     int32_t rotary;  // numbers of a head that are rotated, half against half
 };
 
-// How n rows sample, in the order in which sampling/sampler.py makes them; the kernel on CUDA reads them, too.
+// How n rows sample, in the order in which sampling/sampler.py makes them, also for the kernel on CUDA.
 // All are [n] but for the last five.
 struct SamplingArguments {
     const uint64_t* seed;
