@@ -71,33 +71,25 @@ class AdapterCache(StepPart):
         return AdapterAnswer(name)
 
     def read_on_all_ranks(self, adapter: Adapter) -> tuple[Packed | None, str]:
-        """What this rank has of an adapter, if all can read theirs; else None, and the first cause."""
-        weights, cause = None, ""
+        """What this rank has of an adapter, if all can read theirs; else None, and the first cause. One that
+        was read before must have the files of then.
+        """
+        weights, cause, folder = None, "", Path(adapter.folder)
         try:
-            weights = self.read(adapter)
-        except AdapterFault as fault:
-            cause = str(fault)
-        except Exception as error:  # whatever is in the files of others, the worker goes on
-            log.warning("adapter %s", adapter.folder, exc_info=True)
-            cause = f"it cannot be read: {error!r}"
-        cause = next(filter(None, self.communicator.exchange(cause)), "")
-        return (None if cause else weights), cause
-
-    def read(self, adapter: Adapter) -> Packed:
-        """Raises AdapterFault, also if an adapter that was read before has other files than then."""
-        if self.layers is None:
-            raise AdapterFault("this worker takes no adapters (ENABLE_LORA)")
-        folder = Path(adapter.folder)
-        try:
+            if self.layers is None:
+                raise AdapterFault("this worker takes no adapters (ENABLE_LORA)")
             stamp = stamp_of(folder)
             if adapter.stamp not in ((), stamp):
                 raise AdapterFault(f"{folder} has changed since it was loaded")
             adapter.stamp = stamp
-            return read_adapter(folder, self.layers)
-        except OSError as error:
-            raise AdapterFault(f"{folder} cannot be read: {error.strerror}") from error
-        except MemoryError as error:
-            raise AdapterFault("there is no memory for it") from error
+            weights = read_adapter(folder, self.layers)
+        except AdapterFault as fault:
+            cause = str(fault)
+        except Exception as error:  # whatever is in the files of others, the worker goes on
+            log.warning("adapter %s", folder, exc_info=True)
+            cause = f"{folder} cannot be read: {getattr(error, 'strerror', None) or repr(error)}"
+        cause = next(filter(None, self.communicator.exchange(cause)), "")
+        return (None if cause else weights), cause
 
     def keep(self, adapter: Adapter, weights: Packed) -> None:
         """Keep weights in memory of the host, in place of those least recently used."""

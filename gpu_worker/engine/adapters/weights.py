@@ -2,8 +2,7 @@
 adapter, read from `adapter_model.safetensors` and checked against these layers.
 """
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from common.adapters import AdapterConfig, AdapterFault, read_adapter_config
+from gpu_worker.engine.model.weights import TEXT_KEY_MAPPING, renamed
 from gpu_worker.engine.parallel.stages import (
     Interval,
     RemoteEmbedding,
@@ -22,12 +22,6 @@ from gpu_worker.engine.parallel.stages import (
     mixer_prefixes,
 )
 from gpu_worker.protocol import refuse
-
-NAMES_IN_LARGER = (
-    (re.compile(r"^language_model\.(model|lm_head)\b"), r"\1"),
-    (re.compile(r"^model\.language_model\."), "model."),
-)
-"""Names of layers in models that see images, too → those in the model for text."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,14 +111,6 @@ def make_target(
     return LoraTarget(name, module, sizes[0], sizes[1], own[0], own[1], is_embedding, module is head)
 
 
-def names_of(layer: str) -> Iterator[str]:
-    """The names that an adapter's layer may have in the model."""
-    yield layer
-    for pattern, name in NAMES_IN_LARGER:
-        if (other := pattern.sub(name, layer)) != layer:
-            yield other
-
-
 def is_elsewhere(model: Any, layer: str) -> bool:
     """Whether another stage has the layer."""
     module = model
@@ -180,34 +166,41 @@ def stamp_of(folder: Path) -> tuple[int, ...]:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def read_pairs(
-    folder: Path, model: Any, targets: Mapping[str, LoraTarget], max_rank: int
-) -> Iterator[tuple[LoraTarget | None, LowRankPair]]:
-    """Yield what an adapter has for each layer, with the target, None where it is in another stage. Raises
-    AdapterFault.
-    """
+def read_adapter(folder: Path, layers: Any) -> Packed:
+    """Read an adapter for the layers of a model (adapters/layers.py). Raises AdapterFault."""
     config, file = read_adapter_config(folder), folder / WEIGHTS_FILE
     if not file.exists():
         raise AdapterFault(f"{folder} has no {WEIGHTS_FILE}; pickled weights (.bin) are not read")
+    found: dict[str, LowRankPair] = {}
     try:
         with safe_open(file, framework="pt") as opened:
-            keys = list(opened.keys())
-            frozen_keys = {key for key in keys if key.endswith(FROZEN)}
-            found = set()
-            for layer, (down, up) in layers_of(keys).items():
-                target = find_target(layer, model, targets)
-                if target in found:
-                    raise AdapterFault(f"it has matrices for {layer} under two names")
-                found |= {target} if target else set()
-                if (frozen := f"{PREFIX}{layer}{FROZEN}") in frozen_keys:
+            keys = set(opened.keys())
+            for layer, names in layers_of(keys).items():
+                target = find_target(layer, layers.model, layers.targets)
+                if target and (frozen := f"{PREFIX}{layer}{FROZEN}") in keys:
                     check_vocabulary(layer, opened.get_slice(frozen).get_shape(), target)
-                tensors = opened.get_tensor(down), opened.get_tensor(up)
-                yield target, make_pair(layer, *tensors, config, max_rank, target)
+                tensors = [opened.get_tensor(name) for name in names]
+                pair = make_pair(layer, *tensors, config, layers.max_rank, target)
+                if target and target.name in found:
+                    raise AdapterFault(f"it has matrices for {layer} under two names")
+                if target:
+                    found[target.name] = pack_pair(pair, target, layers)
     except (SafetensorError, OSError, RuntimeError) as error:
         raise AdapterFault(f"{file} is damaged or no safetensors file: {error}") from error
+    return layers.settle(found)  # type: ignore[no-any-return]
 
 
-def layers_of(keys: list[str]) -> dict[str, tuple[str, str]]:
+def pack_pair(pair: LowRankPair, target: LoraTarget, layers: Any) -> LowRankPair:
+    """This rank's part of what an adapter adds to a layer, as the device takes it. Raises AdapterFault."""
+    packed: LowRankPair = layers.pack(target, *target.part(pair.down, pair.up * target.scale))
+    if not (packed.down.isfinite().all() and packed.up.isfinite().all()):
+        kind = str(packed.down.dtype).removeprefix("torch.")
+        cause = f"the matrices of {target.name}, scaled as {kind}, have numbers that are not finite"
+        raise AdapterFault(cause)
+    return packed
+
+
+def layers_of(keys: Collection[str]) -> dict[str, tuple[str, str]]:
     """By the names of layers: the names of their two matrices. Raises AdapterFault."""
     halves: list[dict[str, str]] = [
         {key.removeprefix(PREFIX).removesuffix(end): key for key in keys for end in ends if key.endswith(end)}
@@ -228,7 +221,7 @@ def layers_of(keys: list[str]) -> dict[str, tuple[str, str]]:
 
 def find_target(layer: str, model: Any, targets: Mapping[str, LoraTarget]) -> LoraTarget | None:
     """The target of a layer; None if another stage has it. Raises AdapterFault if none has."""
-    names = list(names_of(layer))
+    names = [layer, renamed(f"{layer}.", TEXT_KEY_MAPPING)[:-1]]
     found = next((targets[name] for name in names if name in targets), None)
     if found is None and any(name.startswith(mixer_prefixes(model)) for name in names):
         raise AdapterFault(f"it has matrices for {layer}, which has states, and adapters change none such")
@@ -237,9 +230,9 @@ def find_target(layer: str, model: Any, targets: Mapping[str, LoraTarget]) -> Lo
     return found
 
 
-def check_vocabulary(layer: str, shape: list[int], target: LoraTarget | None) -> None:
+def check_vocabulary(layer: str, shape: list[int], target: LoraTarget) -> None:
     """Raises AdapterFault if it was trained with another vocabulary: `shape` of the layer's weights."""
-    if target and sorted(shape) != sorted((target.inputs, target.outputs)):
+    if sorted(shape) != sorted((target.inputs, target.outputs)):
         raise AdapterFault(f"it was trained with a {layer} of {shape}: tokens that were added are not served")
 
 
@@ -263,21 +256,6 @@ def make_pair(
         (own != found, f"the matrices of {layer} are for {found} features, and the model has {own}"),
     )
     return LowRankPair(down.float(), up.float() * config.scaling(layer, rank))
-
-
-def read_adapter(folder: Path, layers: Any) -> Packed:
-    """Read an adapter for the layers of a model (adapters/layers.py). Raises AdapterFault."""
-    found = {}
-    for target, pair in read_pairs(folder, layers.model, layers.targets, layers.max_rank):
-        if target:
-            packed = layers.pack(target, *target.part(pair.down, pair.up * target.scale))
-            if not (packed.down.isfinite().all() and packed.up.isfinite().all()):
-                kind = str(packed.down.dtype).removeprefix("torch.")
-                raise AdapterFault(
-                    f"the matrices of {target.name}, scaled as {kind}, have numbers that are not finite"
-                )
-            found[target.name] = packed
-    return layers.settle(found)  # type: ignore[no-any-return]
 
 
 def listed(names: list[str]) -> str:

@@ -94,8 +94,11 @@ class Acceptance:
         """
         if not most or cost >= 1 or self.is_paused:  # at such a cost none pays, even if all are right
             return 0
-        count = most if self.is_on_trial else self.best(most, cost)
-        if not count:
+        if self.is_on_trial:
+            return most
+        if count := self.best(most, cost):
+            self.next_pause = FIRST_PAUSE
+        else:
             self.give_up()
         return count
 
@@ -122,12 +125,6 @@ class Acceptance:
         self.pause = max(0, self.pause - num_tokens)
         if num_proposed:
             self.count(num_tokens - 1, num_proposed)
-        if not num_proposed or self.is_on_trial:
-            return
-        if self.best(num_proposed, cost):
-            self.next_pause = FIRST_PAUSE
-        else:
-            self.give_up()
 
     def count(self, num_right: int, num_proposed: int) -> None:
         """Count the places of one check."""

@@ -27,10 +27,8 @@ from gpu_worker.engine.parallel.tensor_parallel import parameter_finder
 from gpu_worker.engine.quantization.blocks import Blocks, FindBlocks, no_blocks
 from gpu_worker.engine.quantization.checkpoint import (
     FP8_AT_LOAD,
-    METHODS,
     ROUNDINGS,
     StoredWeight,
-    method_of,
     read_tensors,
     widen,
 )
@@ -103,23 +101,16 @@ def stored_blocks(model: Any, source: ModelSource, shards: Mapping[str, TensorSh
     of linear layers in the model. A layer whose blocks would be too small has none.
     """
     path, quantization, find = source.path, quantization_of(source.config), parameter_finder(model)
-    find_whole = converted_blocks(path)
-    if quantization and method_of(quantization) in METHODS:
-        found = [(find(key), tensor) for key, tensor in read_tensors(path, quantization).items()]
-        weights = {
-            name.removesuffix(".weight"): tensor
-            for (name, converter), tensor in found
-            if isinstance(tensor, StoredWeight) and not converter
-        }
-
-        def find_whole(layer: str) -> Blocks | None:
-            weight = weights[layer].read() if layer in weights else None
-            return weight if isinstance(weight, Blocks) else None
+    converted, stored = converted_blocks(path), dict[str, StoredWeight]()
+    for key, tensor in (read_tensors(path, quantization) if quantization else {}).items():
+        name, converter = find(key)
+        if isinstance(tensor, StoredWeight) and not converter:
+            stored[name.removesuffix(".weight")] = tensor
 
     def find_own(layer: str) -> Blocks | None:
-        blocks, own = find_whole(layer), shards.get(f"{layer}.weight")
-        if blocks is None or own is None:
-            return blocks
+        blocks = stored[layer].read() if layer in stored else converted(layer)
+        if not isinstance(blocks, Blocks) or (own := shards.get(f"{layer}.weight")) is None:
+            return blocks if isinstance(blocks, Blocks) else None
         intervals = intervals_of(own, blocks.quants.shape[own.dim], source.communicator.tp_rank)
         if own.dim == 0:
             return blocks.of_rows(torch.cat([torch.arange(*interval) for interval in intervals]))

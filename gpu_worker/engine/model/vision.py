@@ -2,7 +2,6 @@
 loaded by itself as a model for text.
 """
 
-import copy
 import logging
 from functools import partial
 from importlib.util import find_spec
@@ -26,7 +25,7 @@ from gpu_worker.engine.model.weights import (
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.stages import changed_class
 from gpu_worker.engine.pictures.encoder import FAMILIES, PictureEncoder, PictureFamily, Tiles, VisionTower
-from gpu_worker.engine.quantization.checkpoint import METHODS, method_of, read_tensors
+from gpu_worker.engine.quantization.checkpoint import read_tensors
 from gpu_worker.engine.side_threads import SideThreads
 from gpu_worker.protocol import first_cause
 
@@ -104,14 +103,14 @@ def read_tower(source: ModelSource, config: Any, family: PictureFamily) -> Any:
     """The whole model without its language model, on the device. Its weights are plain in quantised
     checkpoints, too. Raises SettingError where weights are missing.
     """
-    quantization, plain = quantization_of(config), copy.deepcopy(without_quantization(config))
+    plain = without_quantization(config)
     plain.tie_word_embeddings = False
     whole: Any = AutoModelForImageTextToText._model_mapping[type(config)]
     part = changed_class(whole, partial(remove_language_model, family=family))
     if source.settings.makes_weights:
         return make_dummy_model(part, plain, source, attention=ATTENTION)
-    known = quantization if quantization and method_of(quantization) in METHODS else None
-    read = partial(part.from_pretrained, None, config=plain, state_dict=read_tensors(source.path, known))
+    tensors = read_tensors(source.path, quantization_of(config))
+    read = partial(part.from_pretrained, None, config=plain, state_dict=tensors)
     with quietly():  # else it would list the weights of the language model
         model, info = read(dtype=source.dtype, attn_implementation=ATTENTION, output_loading_info=True)
     check_missing(info, source.settings.model_id)
