@@ -179,7 +179,7 @@ def read_adapter(folder: Path, layers: Any) -> Packed:
                 target = find_target(layer, layers.model, layers.targets)
                 if target and (frozen := f"{PREFIX}{layer}{FROZEN}") in keys:
                     check_vocabulary(layer, opened.get_slice(frozen).get_shape(), target)
-                tensors = [opened.get_tensor(name) for name in names]
+                tensors = opened.get_tensor(names[0]), opened.get_tensor(names[1])
                 pair = make_pair(layer, *tensors, config, layers.max_rank, target)
                 if target and target.name in found:
                     raise AdapterFault(f"it has matrices for {layer} under two names")
