@@ -290,26 +290,20 @@ def digest_of_id(custom_id: str) -> bytes:
 # --- answers ------------------------------------------------------------------------------------------------
 
 
-def status_of(body: Mapping[str, Any]) -> int:
-    """The status with which HTTP would give this answer."""
-    error = body.get("error")
+def status_of(answer: bytes) -> int:
+    """The status with which HTTP would give this answer; 503 for b"", one that was not served."""
+    error = orjson.loads(answer).get("error") if answer else {"code": "unavailable"}
     if not isinstance(error, dict):
         return 200
     code, kind = error.get("code"), error.get("type")
     return STATUS_OF_CODE.get(str(code)) or STATUS_OF_TYPE.get(str(kind), 400)
 
 
-def was_broken_off(answer: bytes) -> bool:
-    """Whether a request did not finish for another reason than its own fault, as when it is cancelled."""
-    return status_of(orjson.loads(answer)) >= 500
-
-
-def render_answer(job_id: str, custom_id: str, answer: bytes) -> tuple[bool, bytes]:
-    """Whether the request succeeded, and its line of the output or of the error file."""
-    status = status_of(orjson.loads(answer))
+def render_answer(job_id: str, custom_id: str, status: int, answer: bytes) -> bytes:
+    """The line of the output or of the error file."""
     head = {"id": request_name(job_id), "custom_id": custom_id}
     response = {"status_code": status, "request_id": job_id, "body": orjson.Fragment(answer)}
-    return status == 200, orjson.dumps(head | {"response": response, "error": None}) + b"\n"
+    return orjson.dumps(head | {"response": response, "error": None}) + b"\n"
 
 
 def render_unserved(job_id: str, custom_id: str, code: str, message: str) -> bytes:
@@ -364,22 +358,18 @@ def page_of(name: str, item: Shape) -> Shape:
 SHOWN_FILE = StoredFile("file-abc", "", "lines.jsonl", "batch", 140, 1764000000, None, [])
 FILE = Shape("FileObject", SHOWN_FILE.render() | {"expires_at": (None, 1766592000)})
 DELETED_FILE = Shape("DeletedFile", {"id": "file-abc", "object": "file", "deleted": True})
+SHOWN_BATCH = Batch(
+    "batch_abc", "", "", BATCHES[0], "file-abc", "24h", 1764000000000, {}, None, {"status": "in_progress"}
+)
 BATCH_SHAPE = Shape(
     "BatchObject",
-    {
-        "id": "batch_abc",
-        "object": "batch",
-        "endpoint": BATCHES[0],
+    SHOWN_BATCH.render()
+    | {
         "errors": (None, {"object": "list", "data": [{}]}),
-        "input_file_id": "file-abc",
-        "completion_window": "24h",
         "status": (*ENDED, "validating", "in_progress", "finalizing", "cancelling"),
         "output_file_id": ("file-def", None),
         "error_file_id": (None, "file-ghi"),
-        "created_at": 1764000000,
-        "expires_at": (1764000060, None),
-        **dict.fromkeys(TIMES, (1764000060, None)),
-        "request_counts": {"total": 2, "completed": 2, "failed": 0},
+        **dict.fromkeys(("expires_at", *TIMES), (1764000060, None)),
         "metadata": (None, {}),
     },
 )

@@ -31,7 +31,7 @@ from api.jobs.batch import (
     read_line,
     render_answer,
     render_unserved,
-    was_broken_off,
+    status_of,
 )
 from api.jobs.consumer import JobConsumer
 from api.jobs.files import FileStore, lines_of
@@ -312,21 +312,19 @@ class BatchRun:
         """Wait for the answer to the next line, and add it to a buffer."""
         job_id = job_id_of(self.batch.id, one.number)
         answer = await one.answer
-        succeeded = False
         try:
-            if self.ending and (not answer or was_broken_off(answer)):
+            status = await offload(len(answer), lambda: status_of(answer))
+            if self.ending and status >= 500:  # broken off: it is no fault of its own
                 text = render_unserved(job_id, one.line.custom_id, *WHY_ENDED[self.ending])
             else:
-                succeeded, text = await offload(
-                    len(answer), lambda: render_answer(job_id, one.line.custom_id, answer)
-                )
+                text = render_answer(job_id, one.line.custom_id, status, answer)
         except Exception:
             log.exception("line %d of batch %s", one.number, self.batch.id)
-            why = f"The answer to line {one.number} of the input cannot be written."
+            status, why = 500, f"The answer to line {one.number} of the input cannot be written."
             text = render_unserved(job_id, one.line.custom_id, "server_error", why)
-        outcome = "completed" if succeeded else "failed"
+        outcome, file = ("completed", "output") if status == 200 else ("failed", "error")
         BATCH_LINES.add(1, outcome)
-        self.buffers["output" if succeeded else "error"] += text
+        self.buffers[file] += text
         self.answered.append(job_id)
         self.progress[outcome] += 1
         self.progress |= {"next_line": one.number, "offset": one.after}

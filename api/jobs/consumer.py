@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from redis.exceptions import ResponseError
 
 from api.answers.answer import HttpAnswer
-from api.errors import INSUFFICIENT_QUOTA, ApiError, conflict, failed, internal_error, overloaded
+from api.errors import ApiError, conflict, failed, internal_error, overloaded
 from api.event_loop import RETRY_PAUSE_S, attempt, offload, repeat_forever
 from api.http.auth import POLL_S, unauthorized
 from api.http.middleware import (
@@ -51,11 +51,10 @@ from api.jobs.records import (
     write_reply,
 )
 from api.json import to_json
-from api.prompts.pictures import PICTURE_GONE
 from api.requests import metrics
 from api.requests.pool import Pool
 from api.requests.registry import PoolRegistry
-from api.requests.request_scripts import KeyCharge, address
+from api.requests.request_scripts import address
 from api.streams.stream import Stream, new_stream
 from api.webhooks import check_room
 from common.api_keys import ApiKey
@@ -70,8 +69,8 @@ from common.tracing import NS_PER_MS
 
 log = logging.getLogger(__name__)
 
-NO_RETRY = ("conflict", "unauthorized", INSUFFICIENT_QUOTA, PICTURE_GONE)
-"""Types of errors that no wait mends."""
+MENDED = ("unavailable", "overloaded", "rate_limit")
+"""Types of errors that a wait mends."""
 
 # --- one job -----------------------------------------------------------------------------------------------
 
@@ -159,7 +158,7 @@ class JobRun:
             await attempt(self.pool.check_admission, self.wait)
             if self.job.webhook:
                 await attempt(lambda: check_room(self.pool.client), self.wait)
-            answer = await attempt(lambda: validate_job(self.pools, self.job), self.wait_to_keep)
+            answer = await attempt(lambda: validate_job(self.pools, self.job), self.wait)
             self.model_name = answer.model
             await self.admit_all(traced(answer, self.record.trace, self.protocol.operation))
         await self.send_frames(answer)
@@ -170,15 +169,18 @@ class JobRun:
             if not stream.finished:
                 raise failed(stream.terminal)
         num_records = sum(stream.num_records for stream in self.streams)
-        return await offload(num_records, lambda: self.protocol.renderer(answer, self.streams).whole()[0])
+        result, _ = await offload(num_records, self.protocol.renderer(answer, self.streams).whole)
+        if self.has_listener.is_set() and not self.frames:  # the whole is the only frame
+            self.frames.append(result)
+        return result
 
     # --- admission ------------------------------------------------------------------------------------------
 
     async def wait(self, error: Exception) -> None:
-        """Retry policy of a job: wait for a worker and for room in the queue, up to the job's deadline.
-        Raises ApiError when the job is cancelled, or can never be admitted, or its API key counts no more.
+        """Retry policy of a job: wait for a worker, for room in the queue and for pictures, up to its
+        deadline. Raises ApiError when it is cancelled or at fault, or its API key counts no more.
         """
-        if isinstance(error, ApiError) and error.error_type in NO_RETRY:
+        if isinstance(error, ApiError) and error.error_type not in MENDED:
             raise error
         await self.check_cancelled()
         if self.job.terms.key:
@@ -186,13 +188,8 @@ class JobRun:
         left_ms(self.pool, self.job)
         await asyncio.sleep(RETRY_PAUSE_S)
 
-    async def wait_to_keep(self, error: Exception) -> None:
-        """Retry policy of a job whose pictures the broker cannot keep yet; other errors are the job's own."""
-        if isinstance(error, ApiError) and error.error_type not in ("unavailable", "overloaded"):
-            raise error
-        await self.wait(error)
-
     async def admit_all(self, answer: HttpAnswer) -> None:
+        """Admit the request of each choice once there is room for it. Raises ApiError."""
         await self.check_cancelled()
         job_key = self.pool.client.keys.job(self.job.id)
         await self.pool.retry_forever(lambda: self.redis.hset(job_key, "choices", len(answer.requests)))
@@ -205,16 +202,13 @@ class JobRun:
             addressed = address(self.pool.settings, self.pool.gateway, own, answer)
             stream = new_stream(replace(addressed, digest=self.job.digest), self.pool.tokenizer)
             self.streams.append(stream)
-            await self.admit(stream, self.pool.charge(stream.request, i, answer))
+            if len(encode(stream.request)) > self.pool.settings.max_queued_bytes:
+                raise overloaded()
+            charge = self.pool.charge(stream.request, i, answer)
+            if await attempt(partial(self.pool.admit, stream, charge), self.wait):
+                await self.subscribe_first_channel(stream)
+            self.relay.filler.request_fill([stream])
         await self.check_cancelled()
-
-    async def admit(self, stream: Stream, charge: KeyCharge | None) -> None:
-        """Admit a request once there is room for it. Raises ApiError."""
-        if len(encode(stream.request)) > self.pool.settings.max_queued_bytes:
-            raise overloaded()
-        if await attempt(lambda: self.pool.admit(stream, charge), self.wait):
-            await self.subscribe_first_channel(stream)
-        self.relay.filler.request_fill([stream])
 
     async def subscribe_first_channel(self, stream: Stream) -> None:
         """Subscribe to the channel of the gateway that admitted the request first: its events go there."""
@@ -238,12 +232,12 @@ class JobRun:
     async def send_frames(self, answer: HttpAnswer) -> None:
         """Send frames, from the first listener on, until the end; without a listener, wait for the end."""
         await run_until_one_ends(self.has_listener.wait(), all_ended(self.streams))
-        if not self.has_listener.is_set():
-            return
-        async for new in self.make_frames(answer):
-            self.frames += new
-            if not all(one.terminal for one in self.streams):  # the last frames are sent with the answer
-                await self.send()
+        if self.has_listener.is_set() and (feed := self.protocol.renderer(answer, self.streams).chunks()):
+            async for new in feed:
+                self.frames += new
+                if not all(one.terminal for one in self.streams):  # the last frames are sent with the answer
+                    await self.send()
+        await all_ended(self.streams)
 
     async def send(self, answer: bytes = b"") -> None:
         """Send each listener the frames that it does not have, or all of them if the broker has lost some.
@@ -263,17 +257,6 @@ class JobRun:
         keys, frames = self.pool.client.keys, self.frames[first:]
         call = write_reply(keys, self.job.id, listener, frames, first, answer, ids, ending)
         return await self.pool.retry_forever(lambda: self.pool.client.run(call))
-
-    async def make_frames(self, answer: HttpAnswer) -> AsyncIterator[list[bytes]]:
-        """The frames of the answer, or else the whole; that one only of what has finished."""
-        renderer = self.protocol.renderer(answer, self.streams)
-        if (feed := renderer.chunks()) is None:
-            await all_ended(self.streams)
-            if all(stream.finished for stream in self.streams):
-                yield [renderer.whole()[0]]
-        else:
-            async for new in feed:
-                yield new
 
     async def detach(self) -> None:
         """Remove the streams from this gateway alone: another gateway goes on with a job that is not
@@ -378,12 +361,14 @@ class JobConsumer:
         await submit_lost(self.redis, self.keys, self.held)
         self.joined.set()
         while True:
-            new = await self.next_entries()
-            num_accepted = len(new) - (await self.count_surplus() if new else 0)
-            for entry_id, fields in new[:num_accepted]:
-                await self.on_entry(entry_id, fields)
-            for entry_id, fields in new[num_accepted:]:
-                await self.reject(entry_id, fields)
+            read = await self.redis.xreadgroup(
+                GROUP, self.name, {self.keys.submit: ">"}, count=NUM_READ, block=BLOCK_MS
+            )
+            new = [(entry_id.decode(), fields) for _, items in read for entry_id, fields in items]
+            num_pending = int((await self.redis.xpending(self.keys.submit, GROUP))["pending"]) if new else 0
+            num_accepted = len(new) - max(0, num_pending - self.settings.submit_limit)
+            for place, (entry_id, fields) in enumerate(new):
+                await (self.on_entry if place < num_accepted else self.reject)(entry_id, fields)
 
     async def join_group(self) -> None:
         try:
@@ -391,17 +376,6 @@ class JobConsumer:
         except ResponseError as error:
             if not str(error).startswith("BUSYGROUP"):
                 raise
-
-    async def next_entries(self) -> list[tuple[str, Fields]]:
-        answer = await self.redis.xreadgroup(
-            GROUP, self.name, {self.keys.submit: ">"}, count=NUM_READ, block=BLOCK_MS
-        )
-        return [(entry_id.decode(), fields) for _, items in answer for entry_id, fields in items]
-
-    async def count_surplus(self) -> int:
-        """How many of the entries that were just read are beyond SUBMIT_LIMIT."""
-        pending = await self.redis.xpending(self.keys.submit, GROUP)
-        return max(0, min(NUM_READ, int(pending["pending"]) - self.settings.submit_limit))
 
     async def claim_entries(self) -> None:
         """Claim the entries of gateways whose heartbeat has expired."""
@@ -431,7 +405,9 @@ class JobConsumer:
         if self.permits.locked():  # it waits for others to end, and is seen; its API key is asked again then
             job = await self.parse(entry_id, fields)
             with contextlib.suppress(ApiError):
-                await self.register(job.of_key(self.find_key(job.api_key)))
+                if await self.register(job.of_key(self.find_key(job.api_key))) == "ended":
+                    await self.delete_entry(entry_id)
+                    return
         self.hold(entry_id)
 
     def hold(self, entry_id: str) -> None:
@@ -441,14 +417,10 @@ class JobConsumer:
 
     async def delete_entry(self, entry_id: str) -> None:
         """Acknowledge and delete an entry whose job is answered."""
-
-        async def command() -> None:
-            async with self.redis.pipeline() as pipe:
-                pipe.xack(self.keys.submit, GROUP, entry_id)
-                pipe.xdel(self.keys.submit, entry_id)
-                await pipe.execute()
-
-        await self.pool.retry_forever(command)
+        submit = self.keys.submit
+        await self.pool.retry_forever(
+            lambda: self.redis.pipeline().xack(submit, GROUP, entry_id).xdel(submit, entry_id).execute()
+        )
 
     async def cancel(self, fields: Fields) -> None:
         """Cancel a job, at whatever gateway it runs, if it is of the cancel's tenant."""
@@ -560,7 +532,7 @@ class JobConsumer:
             outcome = await self.register(job, not_before_ms=due_ms)
         match outcome:
             case "conflict":
-                await self.send_error(job, conflict("job"), job.entry_id)
+                await self.answer_error(job, conflict("job"))
             case "full":
                 log.warning("job %s is rejected: SUBMIT_LIMIT jobs are scheduled", job.id)
                 await self.answer_error(job, overloaded())
@@ -669,23 +641,17 @@ class JobConsumer:
         await self.delete_entry(entry_id)
 
     async def answer_error(self, job: Job, error: ApiError) -> None:
-        """Answer an entry with an error. The result of a job that is known by this id stays as it is."""
+        """Answer an entry alone with an error. The result of a job that is known by its id stays as it is."""
         metrics.count_error(error.status, error.error_type)
-        known = await self.redis.exists(self.keys.job(job.id))
-        await self.send_error(job, error, job.entry_id if known else job.id)
-
-    async def send_error(self, job: Job, error: ApiError, result_id: str) -> None:
-        """Answer an entry alone; the job with its id stays as it is."""
         body, channel = to_json(job.family(error)[1]), job.channel(self.keys)
+        known = await self.pool.retry_forever(lambda: self.redis.exists(self.keys.job(job.id)))
+        result = self.keys.result(job.entry_id if known else job.id)
 
-        async def command() -> None:
-            async with self.redis.pipeline() as pipe:
-                pipe.set(self.keys.result(result_id), body, px=RESULT_TTL_MS)
-                if channel:
-                    pipe.publish(channel, body)
-                await pipe.execute()
+        async def send() -> None:
+            pipe = self.redis.pipeline().set(result, body, px=RESULT_TTL_MS)
+            await (pipe.publish(channel, body) if channel else pipe).execute()
 
-        await self.pool.retry_forever(command)
+        await self.pool.retry_forever(send)
 
 
 async def submit_lost(redis: Any, keys: Keys, held: dict[str, Job | None]) -> None:

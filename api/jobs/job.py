@@ -29,7 +29,6 @@ from api.requests.service_terms import (
     checked_tenant,
     chosen_class,
     default_class,
-    read_class,
     read_deadline,
     read_tenant,
 )
@@ -320,22 +319,19 @@ def parse(fields: Mapping[bytes, bytes], max_bytes: int) -> dict[str, Any]:
 
 
 def read_job_terms(body: JobBody) -> ServiceTerms:
-    """The class, tenant and deadline of a job; it may name no class. Raises ApiError (422)."""
-    given = openai_parameters(body)
-    priority, tier = given.get("priority"), given.get("service_tier")
-    known = (priority if isinstance(priority, int | str) else None, tier if isinstance(tier, str) else None)
-    chosen = chosen_class(*known, "")  # what is no number and no text is refused with the chat's fields
+    """The class, tenant and deadline of a job; it may name no class, or name it as a chat or a completion
+    does. Raises ApiError (422).
+    """
+    is_openai = body.url is None and (body.messages is not None or body.prompt is not None)
+    given = (body.parameters or {}) if is_openai else {}
+    priority, tier = body.priority, given.get("service_tier")
+    if priority is None and isinstance(given.get("priority"), int | str):
+        priority = given["priority"]  # what is no number and no text is refused with the chat's fields
     return ServiceTerms(
-        chosen if body.priority is None else read_class(body.priority, "priority"),
+        chosen_class(priority, tier if isinstance(tier, str) else None, ""),
         "" if body.tenant is None else read_tenant(body.tenant, "tenant"),
         None if body.deadline_ms is None else read_deadline(body.deadline_ms, "deadline_ms"),
     )
-
-
-def openai_parameters(body: JobBody) -> dict[str, Any]:
-    """Parameters that may name a class: those of a chat or of a completion."""
-    is_openai = body.url is None and (body.messages is not None or body.prompt is not None)
-    return (body.parameters or {}) if is_openai else {}
 
 
 def digest_of(parsed: Mapping[str, Any]) -> str:

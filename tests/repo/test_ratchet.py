@@ -13,13 +13,13 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (13_071, 25_358),
+    "api": (13_044, 25_308),
     "batcher": (2_786, 4_798),
     "gpu_worker": (11_109, 21_286),
     "common": (3_755, 7_487),
     "deploy": (2_509, 4_402),
     "tests": (31_894, 55_733),
-    "benchmarks": (2_188, 3_706),
+    "benchmarks": (2_187, 3_705),
 }
 MOST_WORDS_OF_DOCS = 21_821
 SLACK = 0.01
