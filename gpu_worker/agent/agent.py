@@ -1,5 +1,5 @@
-"""The agent: plans in, tokens out. It knows Redis and text; the engine, in its own processes, knows neither.
-And its stay: its time in one pool, over one engine, in one incarnation or several.
+"""The agent: plans in, tokens out. It knows Redis and text; the engine, in its own processes, knows
+neither.
 """
 
 import asyncio
@@ -34,12 +34,13 @@ log = logging.getLogger(__name__)
 RETRY_S = 0.05
 SLOW_STEPS = 20
 """A step may take this many times as long as the warm-up predicts."""
+SEAL_TIMEOUT_S = 2.0
 LINGER_HEARTBEATS = 2
 """A drained worker waits this many heartbeats before it exits: it may be the last one."""
 
 
 class Agent:
-    """One incarnation of a worker.
+    """A worker's stay in one pool, over one engine, in one incarnation or several.
 
     Attributes:
         owner: tells apart two processes that take the same incarnation.
@@ -58,6 +59,12 @@ class Agent:
         self.pool = pool
         self.engine = engine
         self.owner = secrets.token_hex(8)
+        self.heartbeat_now = asyncio.Event()
+        self.begin(state, worker)
+
+    def begin(self, state: AgentState, worker: WorkerCapacity) -> None:
+        """Begin an incarnation."""
+        pool, engine = self.pool, self.engine
         self.worker = worker
         self.state = state
         self.state.idle.set()
@@ -67,17 +74,50 @@ class Agent:
         self.plans = PlanHandler(plans, pictures, engine, self.state, self.steps)
         self.flusher = Flusher(pool, worker.incarnation, self.state, self.steps, worker.block_size)
         self.watchdog = Watchdog(self.step_timeout_s, self.is_busy, engine.run_delay_s)
-        self.heartbeat_now = asyncio.Event()
         self.adapters = AdapterFollower(
             pool,
             engine,
             self.state.adapters,
-            interval_s=min(REPEAT_S, settings.heartbeat_s),
+            interval_s=min(REPEAT_S, self.settings.heartbeat_s),
             used=lambda: {row.request.adapter for row in self.state.rows.values()},
             note_change=self.note_answer,
         )
 
-    async def run(self) -> bool:
+    async def serve(self, *others: Coroutine[Any, Any, object]) -> None:
+        """Run until the first of this and `others` ends, with metrics, and seal the logs. Raises Sealed,
+        EngineDied, EngineStuck.
+        """
+        why = "died"
+        try:
+            async with publishing_metrics(self.pool):
+                await run_until_one_ends(self.run(), *others)
+            why = "drained"
+        except (Sealed, EngineDied, EngineStuck):
+            log.error("incarnation %s is over", self.worker.incarnation)
+            raise
+        finally:
+            await self.seal(why)
+
+    async def seal(self, why: str) -> None:
+        """Seal the logs, so that batcher and gateways learn at once that the stay has ended."""
+        pool = self.pool
+        try:
+            async with asyncio.timeout(SEAL_TIMEOUT_S):
+                await pool.run(heartbeat.seal(pool.keys, self.worker.incarnation, why=why))
+        except (*ERRORS, TimeoutError) as error:
+            log.warning("not sealed: %s", describe_error(error))
+
+    async def run(self) -> None:
+        """Serve until the worker is drained. If the streams are gone, it goes on as the next incarnation.
+        Raises Sealed, EngineDied, EngineStuck.
+        """
+        while not await self.run_incarnation():
+            await self.stop_rows()
+            incarnation = next_incarnation(self.worker.incarnation)
+            self.begin(self.state.next_incarnation(), replace(self.worker, incarnation=incarnation))
+            log.warning("the same engine goes on as incarnation %s", incarnation)
+
+    async def run_incarnation(self) -> bool:
         """Serve until the worker is drained, or the streams are gone → whether it is drained. Raises Sealed,
         EngineDied or EngineStuck when this incarnation is over before that.
         """
@@ -116,14 +156,6 @@ class Agent:
         rows = self.state.rows
         watchdog = Watchdog(self.step_timeout_s, lambda: bool(rows), self.engine.run_delay_s)
         await run_until_one_ends(self.steps.stop_all(watchdog), watchdog.run())
-
-    async def next_incarnation(self) -> "Agent":
-        """Return the agent of the next incarnation, which uses the same engine. Raises EngineDied,
-        EngineStuck.
-        """
-        await self.stop_rows()
-        worker = replace(self.worker, incarnation=next_incarnation(self.worker.incarnation))
-        return Agent(self.settings, self.pool, self.engine, self.state.next_incarnation(), worker)
 
     async def create_streams(self) -> None:
         """Create this incarnation's log and report streams; nothing is read or published before that. Raises
@@ -222,49 +254,3 @@ class Agent:
     async def run_out_of_time(self) -> None:
         await self.state.signalled.wait()
         await asyncio.sleep(self.settings.graceful_termination_timeout)
-
-
-SEAL_TIMEOUT_S = 2.0
-
-
-class Stay:
-    """One stay. `agent`: of the incarnation that serves now."""
-
-    def __init__(self, agent: Agent) -> None:
-        self.agent = agent
-
-    async def run(self) -> None:
-        """Serve until the worker is drained. If the streams are gone, it goes on as the next incarnation.
-        Raises Sealed, EngineDied, EngineStuck.
-        """
-        while not await self.agent.run():
-            self.agent = await self.agent.next_incarnation()
-            log.warning("the same engine goes on as incarnation %s", self.incarnation)
-
-    async def serve(self, *others: Coroutine[Any, Any, object]) -> None:
-        """Run until the first of this and `others` ends, with metrics, and seal the logs. Raises Sealed,
-        EngineDied, EngineStuck.
-        """
-        why = "died"
-        try:
-            async with publishing_metrics(self.agent.pool):
-                await run_until_one_ends(self.run(), *others)
-            why = "drained"
-        except (Sealed, EngineDied, EngineStuck):
-            log.error("incarnation %s is over", self.incarnation)
-            raise
-        finally:
-            await self.seal(why)
-
-    @property
-    def incarnation(self) -> str:
-        return self.agent.worker.incarnation
-
-    async def seal(self, why: str) -> None:
-        """Seal the logs, so that batcher and gateways learn at once that the stay has ended."""
-        pool = self.agent.pool
-        try:
-            async with asyncio.timeout(SEAL_TIMEOUT_S):
-                await pool.run(heartbeat.seal(pool.keys, self.incarnation, why=why))
-        except (*ERRORS, TimeoutError) as error:
-            log.warning("not sealed: %s", describe_error(error))

@@ -36,7 +36,7 @@ from common.process.logs import next_incarnation
 from common.process.startup import ProcessIdentity
 from common.rank import RankInfo
 from common.settings.settings import SettingError, Settings
-from gpu_worker.agent.agent import Agent, Stay
+from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.engine_client import EngineClient, EngineDied, RankProcess
 from gpu_worker.agent.publish import Sealed
 from gpu_worker.agent.state import AgentState
@@ -419,16 +419,16 @@ class Swapper:
         """
         while not self.draining.is_set():
             model = self.models[self.next]
-            if (stay := await self.join(model)) is not None:
-                await self.serve(model, stay)
+            if (agent := await self.join(model)) is not None:
+                await self.serve(model, agent)
 
     async def end_between_stays(self) -> None:
         """Return once the worker is to end and is in no pool; a stay ends by itself."""
         await self.draining.wait()
         await self.between_stays.wait()
 
-    async def join(self, model: ServedModel) -> Stay | None:
-        """Wake a model → its stay. If it cannot be woken, another one is next. Raises EngineDied or
+    async def join(self, model: ServedModel) -> Agent | None:
+        """Wake a model → its agent. If it cannot be woken, another one is next. Raises EngineDied or
         SettingError if none can.
         """
         keep_room(model, self.models.values(), self.settings)
@@ -449,9 +449,9 @@ class Swapper:
         )
         for number in (signal.SIGTERM, signal.SIGINT):  # before the first stay they end the process at once
             asyncio.get_running_loop().add_signal_handler(number, self.begin_shutdown)
-        return Stay(Agent(model.settings, model.client, engine, model.state, worker))
+        return Agent(model.settings, model.client, engine, model.state, worker)
 
-    async def serve(self, model: ServedModel, stay: Stay) -> None:
+    async def serve(self, model: ServedModel, agent: Agent) -> None:
         """Serve a model until the worker is drained or another is next. Raises Sealed, EngineDied,
         EngineStuck.
         """
@@ -459,18 +459,18 @@ class Swapper:
         try:
             if len(self.models) > 1:
                 await self.note_swap(model)
-                await stay.serve(self.leave(model, stay))
+                await agent.serve(self.leave(model, agent))
             else:
-                await stay.serve()
+                await agent.serve()
             if model.engine and model.is_spread:  # it is drained: other machines end in order, too
                 await model.engine.end()
         finally:
             model.left_s = time.monotonic()
-            self.incarnation = next_incarnation(stay.incarnation)
+            self.incarnation = next_incarnation(agent.worker.incarnation)
             self.between_stays.set()
         if not self.draining.is_set():
-            await stay.agent.stop_rows()  # their batcher resumes them
-            model.state = stay.agent.state
+            await agent.stop_rows()  # their batcher resumes them
+            model.state = agent.state
             await model.sleep()
         model.doing = "asleep"
 
@@ -482,15 +482,15 @@ class Swapper:
         with contextlib.suppress(*ERRORS):
             await model.client.redis.pexpire(model.client.keys.waking, TOLD_MS, lt=True)
 
-    async def leave(self, model: ServedModel, stay: Stay) -> None:
+    async def leave(self, model: ServedModel, agent: Agent) -> None:
         """Return once another model is next, and the rows of this one have had time to end."""
-        self.next = await self.wait_for_other(model, stay)
+        self.next = await self.wait_for_other(model, agent)
         other = self.models[self.next]
         log.info("%s is next (from %s): %s takes no more rows", self.next, other.kept_in, model.pool)
-        stay.agent.leave()
+        agent.leave()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(MIN_PATIENCE_S, other.swap_s)):
-                await stay.agent.state.idle.wait()
+                await agent.state.idle.wait()
 
     # --- what is next ---------------------------------------------------------------------------------------
 
@@ -506,7 +506,7 @@ class Swapper:
             if first and await self.claim(first):
                 self.next = first
 
-    async def wait_for_other(self, model: ServedModel, stay: Stay) -> str:
+    async def wait_for_other(self, model: ServedModel, agent: Agent) -> str:
         """Wait until another model is to be served → its pool."""
         joined_s = busy_s = time.monotonic()
         while True:
@@ -517,7 +517,7 @@ class Swapper:
                 log.debug("what waits is not known: %s", describe_error(error))
                 continue
             own, now_s = demands.pop(model.pool), time.monotonic()
-            if own.num_waiting or not stay.agent.state.idle.is_set():
+            if own.num_waiting or not agent.state.idle.is_set():
                 busy_s = now_s
             other = choose(own, [*demands.values()], now_s - joined_s, now_s - busy_s)
             if other and await self.claim(other):

@@ -16,7 +16,7 @@ from common.messages.plan import Plan, WorkerCapacity
 from common.messages.records import pack_ids, unpack_ids
 from common.process.startup import ProcessIdentity, configure_process, exit_when_unservable, start_process
 from common.settings.settings import Settings
-from gpu_worker.agent.agent import Agent, Stay
+from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.state import AgentState
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.swapping.swapper import capacity, find_tokenizer, resolve
@@ -106,7 +106,7 @@ async def run(settings: Settings, own: ProcessIdentity) -> int:
         state.draining.set()
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
-    await Stay(Agent(settings, PoolClient.connect(settings), engine, state, worker)).serve()
+    await Agent(settings, PoolClient.connect(settings), engine, state, worker).serve()
     return 0
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from common.broker.pool_client import PoolClient
 from common.messages.plan import Plan, WorkerCapacity
 from common.settings.settings import Settings
-from gpu_worker.agent.agent import Agent, Stay
+from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.engine_client import EngineClient, StepsHandler
 from gpu_worker.agent.state import AgentState
 from tests.support.chaos.engine import BLOCK_SIZE, ScriptedEngine
@@ -85,6 +85,5 @@ async def serve(agent: Agent) -> None:
     """Serve as a worker's process does. Whenever its streams are gone it goes on as the next incarnation.
     When it has drained, its log is sealed.
     """
-    stay = Stay(agent)
-    await stay.run()
-    await stay.seal("drained")
+    await agent.run()
+    await agent.seal("drained")
