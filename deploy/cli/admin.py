@@ -1,4 +1,6 @@
-"""Commands that use a running fleet, and how they reach it."""
+"""Commands that use a running fleet, and how they reach it. Those that list what a gateway knows, or have
+it do something, are rows of `commands.toml` alone.
+"""
 
 import argparse
 import asyncio
@@ -6,14 +8,14 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlencode
+from urllib.parse import quote
 
 import httpx
-import orjson
 import setproctitle
 
 from common import api_keys
@@ -31,23 +33,22 @@ from common.settings.settings import SettingError, Settings
 from deploy.cli.client import (
     Columns,
     ServerError,
+    answer_errors,
     ask,
     fetch_json,
-    frame_errors,
     new_client,
+    print_json,
     print_lines,
     printable,
     table_of,
 )
-from deploy.cli.table import Command, call, new_parser
-from deploy.cli.target import find_broker, find_directory, find_launcher, find_server
-from deploy.launcher import control_socket
+from deploy.cli.table import TABLE, call, new_parser
+from deploy.cli.target import find
+from deploy.launcher import control_socket, prepare
 
 ADAPTER_TIMEOUT = httpx.Timeout(660.0, connect=5.0)
 """A gateway waits for ten minutes until all workers have an adapter."""
 POLL_S = 0.5
-PAGE = 200
-"""Jobs of one answer."""
 DURATION = re.compile(r"(\d{1,9})([smhdw])")
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 
@@ -64,63 +65,59 @@ def main(words: Sequence[str]) -> int:
     flags.rest = rest
     setproctitle.setproctitle(f"tokenfleet {command}")  # other users can read a command line
     try:
-        return WAYS[flags.action.by](flags.action, flags) or 0
+        return WAYS[flags.action.by](flags) or 0
     except ServerError as error:
         print(f"tokenfleet: {error}", file=sys.stderr)
         return 1
 
 
-def show_table(rows: Sequence[Any], columns: Columns, if_none: str = "") -> None:
-    """Print a line for each row, or `if_none`."""
-    print_lines(table_of(rows, columns) if rows or not if_none else if_none)
-
-
-def local_time(unix_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s)) if unix_s else ""
-
-
-def utc_time(unix_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(unix_s)) if unix_s else ""
-
-
 # --- ways to the fleet --------------------------------------------------------------------------------------
 
 
-def call_gateway(action: Command, flags: argparse.Namespace) -> int | None:
-    url = find_server(flags, action.changes)
-    with new_client(httpx.Client, url, action.read_s, os.environ.get("API_KEY")) as client:
+def call_gateway(flags: argparse.Namespace) -> int | None:
+    action = flags.action
+    url, _ = find("--url", flags.url, action.changes)
+    with (
+        new_client(httpx.Client, url, action.read_s, os.environ.get("API_KEY")) as client,
+        answer_errors(url),
+    ):
         result: int | None = call(action.run, client, flags)
     return result
 
 
-def call_broker(action: Command, flags: argparse.Namespace) -> None:
-    settings = find_broker(action.changes, flags.redis_url, getattr(flags, "pool", None))
+def call_broker(flags: argparse.Namespace) -> None:
+    url, fleet = find("--redis-url", flags.redis_url, flags.action.changes)
+    pool = getattr(flags, "pool", None) or os.environ.get("POOL", "")
+    settings = Settings.read([], {"POOL": pool or (fleet.pool if fleet else "")})
+    settings = settings.model_copy(update={"redis_url": url})
+    prepare.check_broker(settings)
     flags.pool = settings.pool
 
     async def run() -> None:
         async with PoolClient.connect(settings) as client:
-            await call(action.run, client, flags)
+            await call(flags.action.run, client, flags)
 
     finish(run())
 
 
-def call_directory(action: Command, flags: argparse.Namespace) -> None:
-    url = find_directory(flags.directory_url, action.changes)
+def call_directory(flags: argparse.Namespace) -> None:
+    url, _ = find("--directory-url", flags.directory_url, flags.action.changes)
 
     async def run() -> None:
         async with connect_setting("directory_url", url) as redis, asyncio.timeout(CONNECT_TIMEOUT_S):
-            await call(action.run, DirectoryClient(redis), flags)
+            await call(flags.action.run, DirectoryClient(redis), flags)
 
     finish(run())
 
 
-def call_launcher(action: Command, flags: argparse.Namespace) -> None:
-    order = call(action.run, flags)
-    finish(control_socket.order(find_launcher(flags.pid), order, partial(print, flush=True)))
+def call_launcher(flags: argparse.Namespace) -> None:
+    order = call(flags.action.run, flags)
+    pid, _ = find("--pid", flags.pid, flags.action.changes)
+    finish(control_socket.order(int(pid), order, partial(print, flush=True)))
 
 
-def call_here(action: Command, flags: argparse.Namespace) -> int:
-    return int(call(action.run, flags))
+def call_here(flags: argparse.Namespace) -> int:
+    return int(call(flags.action.run, flags))
 
 
 def finish(work: Coroutine[Any, Any, None]) -> None:
@@ -133,7 +130,7 @@ def finish(work: Coroutine[Any, Any, None]) -> None:
         raise ServerError(str(error)) from error
 
 
-WAYS: dict[str, Callable[[Command, argparse.Namespace], int | None]] = {
+WAYS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "--url": call_gateway,
     "--redis-url": call_broker,
     "--directory-url": call_directory,
@@ -143,20 +140,100 @@ WAYS: dict[str, Callable[[Command, argparse.Namespace], int | None]] = {
 """The flag that finds the fleet → how an action runs there."""
 
 
+# --- tables, and what a gateway is asked --------------------------------------------------------------------
+
+
+def local_time(unix_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s)) if unix_s else ""
+
+
+def utc_time(unix_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(unix_s)) if unix_s else ""
+
+
+def describe_workers(adapter: Mapping[str, Any]) -> str:
+    """At how many workers an adapter is, and which have refused it."""
+    causes = "".join(f"; {worker}: {why}" for worker, why in adapter["refused"].items())
+    return f"{adapter['num_workers']} of {adapter['answer']['num_workers']}{causes}"
+
+
+FORMATS: dict[str, Callable[[Any], str]] = {
+    "": str,
+    "time": local_time,
+    "utc": utc_time,
+    "list": ", ".join,
+    "count": "{:,}".format,
+    "if-known": lambda value: str(value or "-"),
+    "workers": describe_workers,
+    "why": lambda job: f"{job['reason']}: {job['error']}" if job["reason"] else "",
+}
+"""How a cell of `commands.toml` is shown."""
+
+
+def cell(of: str) -> Callable[[Any], str]:
+    """What makes the text of a cell: of a field, or of the whole row (`.`)."""
+    name, _, shown = of.partition(" ")
+    return lambda row: FORMATS[shown](row if name == "." else row[name])
+
+
+def show_rows(rows: Sequence[Any], cells: Mapping[str, str], if_none: str = "") -> None:
+    """Print a line for each row, or `if_none`."""
+    columns = {title: cell(of) for title, of in cells.items()}
+    print_lines(table_of(rows, columns) if rows or not if_none else if_none)
+
+
+def path_of(flags: argparse.Namespace, **query: Any) -> str:
+    """The path of an action, with its operand, and its flags as a query."""
+    operands = {name: quote(str(value), safe="") for name, value in vars(flags).items()}
+    names = [
+        name.removeprefix("--").replace("-", "_") for name in flags.action.flags.split() if name[0] == "-"
+    ]
+    given = {name: getattr(flags, name) for name in names} | query
+    url = httpx.URL(flags.action.path.format(**operands))
+    return str(url.copy_merge_params({name: value for name, value in given.items() if value is not None}))
+
+
+def show_list(client: httpx.Client, flags: argparse.Namespace) -> None:
+    """Print what an action lists; pages are read until there are enough rows."""
+    action, most = flags.action, getattr(flags, "limit", 0)
+    found: list[Any] = []
+    query: dict[str, Any] = {}
+    while True:
+        if most:
+            query["limit"] = min(action.page, most - len(found))
+        answer = fetch_json(client, path_of(flags, **query))
+        found += [{"answer": answer, **row} for row in answer[action.rows]]
+        query["cursor"] = cursor = answer.get("cursor")
+        if not cursor or len(found) >= most:
+            break
+    show_rows(found, TABLE["tables"][action.table], "" if cursor else action.none)
+    if cursor:
+        print(f"more follow: --cursor '{printable(cursor)}'")
+    elif (hidden := answer.get("total", 0) - len(found)) > 0:
+        print(f"and {hidden} more (--limit)")
+
+
+def show_one(client: httpx.Client, flags: argparse.Namespace) -> None:
+    """Print all that is kept of something, as JSON."""
+    print_json(fetch_json(client, path_of(flags)))
+
+
+def change(client: httpx.Client, flags: argparse.Namespace) -> None:
+    ask(client, "POST", path_of(flags))
+    print(printable(flags.action.said.format(**vars(flags))))
+
+
+def show_usage(client: httpx.Client, flags: argparse.Namespace) -> None:
+    """Print a line for each group, and one for all together."""
+    found = fetch_json(client, path_of(flags))
+    by: list[str] = found["group_by"]
+    total = found["total"] | dict.fromkeys(by, "") | dict.fromkeys(by[:1], "total")
+    print(printable(f"{found['from']} to {found['to']}"))
+    cells = {name: f"{name} if-known" for name in by} | TABLE["tables"][flags.action.table]
+    show_rows([*found["data"], *([total] if by else [])], cells)
+
+
 # --- adapters -----------------------------------------------------------------------------------------------
-
-
-def list_adapters(client: httpx.Client, flags: argparse.Namespace) -> None:
-    content = fetch_json(client, "/admin/adapters")
-
-    def workers(one: Any) -> str:
-        causes = "".join(f"; {worker}: {why}" for worker, why in one["refused"].items())
-        return f"{one['num_workers']} of {content['num_workers']}{causes}"
-
-    columns: Columns = {"adapter": "name", "state": "state", "workers": workers, "rank": "rank"}
-    columns = {**columns, "base model": "base_model", "path": "path"}
-    with frame_errors(content):
-        show_table(content["adapters"], columns, "there are no adapters")
 
 
 def load_adapter(client: httpx.Client, flags: argparse.Namespace) -> None:
@@ -238,72 +315,21 @@ def explain(client: httpx.Client, flags: argparse.Namespace) -> None:
     """Print a line for each event of a request: its times, the worker, the tokens by then, and why."""
     request_id = ANSWER_ID.sub("", flags.request_id, count=1)
     found = fetch_json(client, f"/fleet/requests/{quote(request_id, safe='')}")
-    with frame_errors(found):
-        for name, events in found["timelines"].items():
-            begin_ms = events[0]["at_ms"]
-            rows = [one | {"after": f"{(one['at_ms'] - begin_ms) / 1000:.3f}"} for one in events]
-            columns: Columns = {
-                "time": lambda one: local_time(one["at_ms"] / 1000),
-                "after s": "after",
-                "what": lambda one: one["what"].replace("_", " "),
-                "worker": "worker",
-                "attempt": lambda one: str(one["attempt"] or ""),
-                "tokens": "num_tokens",
-                "cached": lambda one: str(one.get("num_cached") or ""),
-                "why": lambda one: ": ".join([one["why"], *finish_reasons.ERRORS.get(one["why"], ())[1:]]),
-            }
-            print(f"request {printable(name)}")
-            show_table(rows, columns)
+    for name, events in found["timelines"].items():
+        begin_ms = events[0]["at_ms"]
+        print(f"request {printable(name)}")
+        print_lines(table_of([one | {"after": one["at_ms"] - begin_ms} for one in events], EVENT_COLUMNS))
 
 
-# --- jobs ---------------------------------------------------------------------------------------------------
-
-
-def list_jobs(client: httpx.Client, flags: argparse.Namespace, status: str = "") -> None:
-    """Print jobs; pages are read until there are enough of them."""
-    asked = {"status": status or flags.status, "tenant": flags.tenant, "search": flags.search}
-    query = {name: text for name, text in asked.items() if text}
-    found: list[Any] = []
-    cursor = flags.cursor
-    while len(found) < flags.limit:
-        page = {"cursor": cursor, "limit": min(PAGE, flags.limit - len(found))}
-        content = fetch_json(client, f"/admin/jobs?{urlencode({**query, **page})}")
-        with frame_errors(content):
-            found += content["jobs"]
-            cursor = content["cursor"] or ""
-        if not cursor:
-            break
-    with frame_errors(found):
-        show_table(found, JOB_COLUMNS, "" if cursor else "there are no such jobs")
-    if cursor:
-        print(f"more follow: --cursor '{printable(cursor)}'")
-
-
-def show_job(client: httpx.Client, flags: argparse.Namespace) -> None:
-    """Print all that is kept of a job, as JSON."""
-    content = fetch_json(client, path_of(flags))
-    print(orjson.dumps(content, option=orjson.OPT_INDENT_2).decode())
-
-
-def change_job(client: httpx.Client, flags: argparse.Namespace, change: str) -> None:
-    ask(client, "POST", f"{path_of(flags)}/{change}")
-    print(f"{printable(flags.job_id)} is {CHANGED[change]}")
-
-
-def path_of(flags: argparse.Namespace) -> str:
-    return f"/admin/jobs/{quote(flags.job_id, safe='')}"
-
-
-CHANGED = {"cancel": "cancelled", "retry": "tried again"}
-JOB_COLUMNS: dict[str, str | Callable[[Any], str]] = {
-    "job": "id",
-    "state": "state",
-    "kind": "kind",
-    "tenant": "tenant",
-    "submitted": lambda one: local_time(one["created_at"]),
-    "not before": lambda one: local_time(one["not_before"]),
-    "ended": lambda one: local_time(one["ended_at"]),
-    "why": lambda one: f"{one['reason']}: {one['error']}" if one["reason"] else "",
+EVENT_COLUMNS: Columns = {
+    "time": lambda one: local_time(one["at_ms"] / 1000),
+    "after s": lambda one: f"{one['after'] / 1000:.3f}",
+    "what": lambda one: one["what"].replace("_", " "),
+    "worker": lambda one: one["worker"],
+    "attempt": lambda one: str(one["attempt"] or ""),
+    "tokens": lambda one: str(one["num_tokens"]),
+    "cached": lambda one: str(one.get("num_cached") or ""),
+    "why": lambda one: ": ".join([one["why"], *finish_reasons.ERRORS.get(one["why"], ())[1:]]),
 }
 
 
@@ -324,19 +350,10 @@ async def revoke_key(pool: PoolClient, flags: argparse.Namespace) -> None:
 
 
 async def list_keys(pool: PoolClient, flags: argparse.Namespace) -> None:
-    keys, now_s = [*(await api_keys.read_keys(pool)).values()], await pool.read_time()
-    columns: dict[str, Callable[[ApiKey], str]] = {
-        "id": lambda key: key.key_id,
-        "name": lambda key: key.name,
-        "tenant": lambda key: key.tenant,
-        "state": lambda key: "admin" if key.admin and key.state(now_s) == "active" else key.state(now_s),
-        "class": lambda key: key.service_class,
-        "limits": describe_limits,
-        "models": lambda key: ", ".join(key.models),
-        "adapters": lambda key: ", ".join(key.adapters),
-        "expires": lambda key: utc_time(key.expires_at),
-    }
-    show_table(keys, columns, "there are no API keys")
+    keys, now_s = (await api_keys.read_keys(pool)).values(), await pool.read_time()
+    rows = [asdict(key) | {"state": key.state(now_s), "limits": describe_limits(key)} for key in keys]
+    rows = [row | {"state": "admin"} if row["admin"] and row["state"] == "active" else row for row in rows]
+    show_rows(rows, TABLE["tables"]["keys"], "there are no API keys")
 
 
 def print_issued(issued: IssuedKey) -> None:
@@ -379,8 +396,7 @@ async def list_models(directory: DirectoryClient, flags: argparse.Namespace) -> 
         for name, known in (await directory.read()).items()
         for model in dict.fromkeys(known.entry.models or [name])
     ]
-    titles = ("model", "pool", "state", "workers", "waiting", "running", "broker")
-    show_table(sorted(rows, key=lambda row: (row["model"], row["pool"])), {title: title for title in titles})
+    show_rows(sorted(rows, key=lambda row: (row["model"], row["pool"])), TABLE["tables"]["models"])
 
 
 def describe_pool(known: KnownPool) -> dict[str, Any]:
@@ -401,58 +417,3 @@ def order_roll(flags: argparse.Namespace) -> control_socket.Order:
         if name not in Settings.model_fields:
             raise SettingError(value.name, "is no setting of Tokenfleet itself, so a roll cannot change it")
     return {"settings": {name.upper(): value.text for name, value in given.items()}}
-
-
-# --- usage --------------------------------------------------------------------------------------------------
-
-USAGE_COLUMNS = {
-    "requests": "requests",
-    "prompt_tokens": "prompt",
-    "cached_tokens": "cached",
-    "completion_tokens": "answers",
-    "speculated_tokens": "speculated",
-    "total_tokens": "tokens",
-}
-"""Numbers of a row → titles of their columns."""
-
-
-def show_usage(client: httpx.Client, flags: argparse.Namespace) -> None:
-    """Print a line for each group, and one for all together."""
-    names = ("key", "tenant", "model", "from", "to", "group_by")
-    params = {name: value for name in names if (value := getattr(flags, name)) is not None}
-    found = fetch_json(client, f"/usage?{httpx.QueryParams(params)}")
-    with frame_errors(found):
-        by: list[str] = found["group_by"]
-        total = found["total"] | dict.fromkeys(by, "") | dict.fromkeys(by[:1], "total")
-        rows = [
-            {name: row[name] or "-" for name in by}
-            | {t: f"{row[name]:,}" for name, t in USAGE_COLUMNS.items()}
-            for row in (*found["data"], *([total] if by else []))
-        ]
-        print(printable(f"{found['from']} to {found['to']}"))
-        show_table(rows, {title: title for title in (*by, *USAGE_COLUMNS.values())})
-
-
-# --- webhooks -----------------------------------------------------------------------------------------------
-
-
-def list_events(client: httpx.Client, flags: argparse.Namespace, state: str) -> None:
-    content = fetch_json(client, f"/admin/webhooks?state={state}&limit={flags.limit}")
-    columns: dict[str, str | Callable[[Any], str]] = {
-        "event": "id",
-        "type": "type",
-        "of": "object_id",
-        "dead since" if state == "dead" else "next": lambda one: local_time(one["at"]),
-        "failures": "failures",
-        "said": "said",
-        "url": "url",
-    }
-    with frame_errors(content):
-        show_table(content["events"], columns, f"no events are {state}")
-        if (hidden := content["total"] - len(content["events"])) > 0:
-            print(f"and {hidden} more (--limit)")
-
-
-def retry_event(client: httpx.Client, flags: argparse.Namespace) -> None:
-    ask(client, "POST", f"/admin/webhooks/{quote(flags.event_id, safe='')}/retry")
-    print(f"{printable(flags.event_id)} is sent now")

@@ -11,7 +11,7 @@ import httpx
 import orjson
 
 from common.settings.settings import SettingError
-from deploy.cli.client import ask, check_status, connection_errors, fetch_json, frame_errors
+from deploy.cli.client import ask, check_status, fetch_json
 
 POLL_S = 1.0
 MAX_LINE_BYTES = 2**24
@@ -55,10 +55,9 @@ def wait(client: httpx.Client, batch_id: str) -> dict[str, Any]:
     shown = ""
     while True:
         batch: dict[str, Any] = fetch_json(client, f"/v1/batches/{batch_id}")
-        with frame_errors(batch):
-            counts = batch["request_counts"]
-            done = counts["completed"] + counts["failed"]
-            line = f"{batch['status']}: {done} of {counts['total']}, {counts['failed']} failed"
+        counts = batch["request_counts"]
+        done = counts["completed"] + counts["failed"]
+        line = f"{batch['status']}: {done} of {counts['total']}, {counts['failed']} failed"
         if line != shown:
             print(line, file=sys.stderr)
             shown = line
@@ -83,11 +82,7 @@ def finish(client: httpx.Client, batch: dict[str, Any], output: Path) -> int:
 def download(client: httpx.Client, file_id: str, path: Path) -> None:
     """Write a file as it comes. Raises ServerError, SettingError."""
     try:
-        with (
-            connection_errors(str(client.base_url)),
-            client.stream("GET", f"/v1/files/{file_id}/content") as answer,
-            path.open("wb") as file,
-        ):
+        with client.stream("GET", f"/v1/files/{file_id}/content") as answer, path.open("wb") as file:
             if answer.status_code != 200:
                 check_status(answer.status_code, answer.read())
             for chunk in answer.iter_bytes():

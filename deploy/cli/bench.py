@@ -13,10 +13,11 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import httpx
 import orjson
@@ -26,10 +27,9 @@ from common.settings.settings import SettingError
 from deploy.cli.client import (
     ServerError,
     SseDecoder,
+    answer_errors,
     check_status,
-    connection_errors,
     error_text,
-    frame_errors,
     model_name,
     new_client,
     one_line,
@@ -84,7 +84,7 @@ class Endpoint:
         asked = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
         asked |= {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
         frames = SseDecoder()
-        with connection_errors(self.url):
+        with answer_errors(self.url):
             async with self.client.stream("POST", "/v1/completions", json=asked) as response:
                 if response.status_code != httpx.codes.OK:
                     check_status(response.status_code, await response.aread())
@@ -97,19 +97,18 @@ class Endpoint:
             raise ServerError("the server's answer has no token")
 
 
-def read_frame(answer: TimedAnswer, frame: dict[str, object], now_s: float) -> None:
+def read_frame(answer: TimedAnswer, frame: dict[str, Any], now_s: float) -> None:
     """Add one frame to an answer. A token may have no text (half a character); a last frame with only a
     finish reason has no token. Raises ServerError.
     """
     if error := error_text(frame):
         raise ServerError(f"the server ends the answer: {one_line(error)}")
-    with frame_errors(frame):
-        for choice in frame.get("choices") or ():  # type: ignore[attr-defined]
-            if choice.get("text") or not choice.get("finish_reason"):
-                answer.times_s.append(now_s)
-        usage: dict[str, int] = frame.get("usage") or {}  # type: ignore[assignment]
-        answer.num_tokens = usage.get("completion_tokens") or answer.num_tokens
-        answer.prompt_tokens = usage.get("prompt_tokens") or answer.prompt_tokens
+    for choice in frame.get("choices") or ():
+        if choice.get("text") or not choice.get("finish_reason"):
+            answer.times_s.append(now_s)
+    usage = frame.get("usage") or {}
+    answer.num_tokens = usage.get("completion_tokens") or answer.num_tokens
+    answer.prompt_tokens = usage.get("prompt_tokens") or answer.prompt_tokens
 
 
 class Figures(NamedTuple):
@@ -176,9 +175,8 @@ async def measure(urls: Sequence[str], plan: argparse.Namespace) -> tuple[list[F
         servers = []
         for url, key in zip(urls, map(os.environ.get, ("API_KEY", "AGAINST_API_KEY")), strict=False):
             client = await stack.enter_async_context(new_client(httpx.AsyncClient, url, READ_TIMEOUT_S, key))
-            with connection_errors(url):
-                models = await client.get("/v1/models")
-            servers.append(Endpoint(client, model_name(url, models)))
+            with answer_errors(url):
+                servers.append(Endpoint(client, model_name(await client.get("/v1/models"))))
         begun_s, begun_cpu_s = time.monotonic(), time.process_time()
         texts = prompts(await warm_up(servers, plan))
         seconds = plan.duration / len(servers) / len(plan.concurrency)
@@ -236,14 +234,14 @@ async def run_load(
     return figures_of(users, server.url, answers, begun_s, seconds)
 
 
-COLUMNS: dict[str, tuple[Callable[[Figures], float | None], float]] = {
-    "tokens/s": (lambda it: it.tokens_per_s, 1),
-    "first token ms": (lambda it: it.first_p50_s, 1000),
-    "first p99": (lambda it: it.first_p99_s, 1000),
-    "next token ms": (lambda it: it.next_p50_s, 1000),
-    "next p99": (lambda it: it.next_p99_s, 1000),
+COLUMNS = {
+    "tokens/s": ("tokens_per_s", 1),
+    "first token ms": ("first_p50_s", 1000),
+    "first p99": ("first_p99_s", 1000),
+    "next token ms": ("next_p50_s", 1000),
+    "next p99": ("next_p99_s", 1000),
 }
-"""Title → the value, and what it is multiplied with to be shown."""
+"""Title → the figure, and what it is multiplied with to be shown."""
 
 
 def show(found: Sequence[Figures], plan: argparse.Namespace, cores: float) -> None:
@@ -252,25 +250,25 @@ def show(found: Sequence[Figures], plan: argparse.Namespace, cores: float) -> No
     """
     rows: list[dict[str, str]] = []
     for one in found:
-        values = [of(one) for of, _ in COLUMNS.values()]
-        factors = (factor for _, factor in COLUMNS.values())
-        shown = [number(value and value * factor) for value, factor in zip(values, factors, strict=True)]
-        figures = dict(zip(COLUMNS, shown, strict=True))
-        rows.append({"users": str(one.users), "server": one.url, **figures, "errors": str(one.num_errors)})
+        values = {title: getattr(one, name) for title, (name, _) in COLUMNS.items()}
+        shown = {title: number(values[title], factor) for title, (_, factor) in COLUMNS.items()}
+        rows.append({"users": str(one.users), "server": one.url, **shown, "errors": str(one.num_errors)})
         if one.url == found[0].url:
             own = values
         else:
-            ratios = [f"{a / b:.2f}×" if a and b else "–" for a, b in zip(own, values, strict=True)]
-            figures = dict(zip(COLUMNS, ratios, strict=True))
-            rows.append({"users": "", "server": "ours / theirs", **figures, "errors": ""})
-    print_lines(
-        table_of(rows, {title: title for title in rows[0]}), *dict.fromkeys(notes(found, plan, cores))
-    )
+            pairs = {title: (own[title], theirs) for title, theirs in values.items()}
+            ratios = {title: f"{a / b:.2f}×" if a and b else "–" for title, (a, b) in pairs.items()}
+            rows.append({"users": "", "server": "ours / theirs", **ratios, "errors": ""})
+    table = table_of(rows, {title: itemgetter(title) for title in rows[0]})
+    print_lines(table, *dict.fromkeys(notes(found, plan, cores)))
 
 
-def number(value: float | None) -> str:
+def number(value: float | None, factor: int) -> str:
     """A value with three digits."""
-    return "–" if value is None else f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+    if value is None:
+        return "–"
+    value *= factor
+    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
 
 def notes(found: Sequence[Figures], plan: argparse.Namespace, cores: float) -> Iterator[str]:

@@ -15,10 +15,9 @@ from common.settings.settings import SettingError
 from deploy.cli.client import (
     ServerError,
     SseDecoder,
+    answer_errors,
     check_status,
-    connection_errors,
     error_text,
-    frame_errors,
     model_name,
     one_line,
     printable,
@@ -51,13 +50,12 @@ class Conversation:
         self.messages.append({"role": "user", "content": text})
         answer = ""
         try:
-            with connection_errors(str(self.client.base_url)), contextlib.closing(self.frames()) as frames:
+            with answer_errors(str(self.client.base_url)), contextlib.closing(self.frames()) as frames:
                 for frame in frames:
                     if error := error_text(frame):
                         raise ServerError(f"the server ends the answer: {one_line(error)}")
-                    with frame_errors(frame):
-                        choices = frame.get("choices") or [{}]
-                        piece = (choices[0].get("delta") or {}).get("content") or ""
+                    choices = frame.get("choices") or [{}]
+                    piece = (choices[0].get("delta") or {}).get("content") or ""
                     answer += piece
                     show(piece)
         finally:
@@ -105,10 +103,9 @@ class Conversation:
 
 def run(client: httpx.Client, flags: argparse.Namespace) -> None:
     fields = {"temperature": flags.temperature, "max_tokens": flags.max_tokens, "seed": flags.seed}
-    with connection_errors(str(client.base_url)):
-        model = model_name(str(client.base_url), client.get("/v1/models"))
     given = {name: value for name, value in fields.items() if value is not None}
     system = [{"role": "system", "content": flags.system}] if flags.system else []
+    model = model_name(client.get("/v1/models"))
     conversation = Conversation(client, {"model": model} | given, system)
     try:
         if sys.stdin.isatty():

@@ -3,6 +3,7 @@ and files.
 """
 
 import contextlib
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -71,8 +72,8 @@ def new_client(kind: type[Client], url: str, read_s: float, key: str | None) -> 
 
 
 @contextlib.contextmanager
-def connection_errors(url: str) -> Iterator[None]:
-    """Raise a failed connection to `url` as ServerError."""
+def answer_errors(url: str) -> Iterator[None]:
+    """Raise a failed connection to `url`, and an answer that nobody here can read, as ServerError."""
     try:
         yield
     except httpx.ConnectError as error:
@@ -83,40 +84,31 @@ def connection_errors(url: str) -> Iterator[None]:
         raise ServerError(f"{url} does not answer ({type(error).__name__})") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ServerError(f"the connection to {url} broke off: {error or type(error).__name__}") from error
+    except (LookupError, AttributeError, TypeError, orjson.JSONDecodeError) as error:
+        cause = one_line(f"{type(error).__name__}: {error}")
+        raise ServerError(f"{url} answers in a form that is not known here ({cause})") from error
 
 
 def fetch_json(client: httpx.Client, path: str) -> Any:
-    """GET a path, and return its JSON. Raises ServerError."""
-    answer = ask(client, "GET", path)
-    try:
-        return orjson.loads(answer.content)
-    except orjson.JSONDecodeError as error:
-        raise ServerError(f"{client.base_url} answers {path}, but not as a Tokenfleet does") from error
+    """GET a path, and return its JSON. Raises ServerError for any status but 200."""
+    return orjson.loads(ask(client, "GET", path).content)
+
+
+def print_json(value: Any) -> None:
+    print(orjson.dumps(value, option=orjson.OPT_INDENT_2).decode())
 
 
 def ask(client: httpx.Client, method: str, path: str, **content: Any) -> httpx.Response:
-    """Send a request with `content`, as httpx takes it. Raises ServerError, also for any status but 200."""
-    with connection_errors(str(client.base_url)):
-        answer = client.request(method, path, **content)
+    """Send a request with `content`, as httpx takes it. Raises ServerError for any status but 200."""
+    answer = client.request(method, path, **content)
     check_status(answer.status_code, answer.content)
     return answer
 
 
-def model_name(url: str, answer: httpx.Response) -> str:
+def model_name(answer: httpx.Response) -> str:
     """The first model of a server's answer to GET /v1/models. Raises ServerError."""
     check_status(answer.status_code, answer.content)
-    with contextlib.suppress(orjson.JSONDecodeError, LookupError, TypeError):
-        return str(orjson.loads(answer.content)["data"][0]["id"])
-    raise ServerError(f"{url} names no model at /v1/models")
-
-
-@contextlib.contextmanager
-def frame_errors(frame: Any) -> Iterator[None]:
-    """Raise an error that comes from the shape of `frame` as ServerError."""
-    try:
-        yield
-    except (LookupError, AttributeError, TypeError) as error:
-        raise ServerError(f"the server sent a frame of an unknown shape: {one_line(str(frame))}") from error
+    return str(orjson.loads(answer.content)["data"][0]["id"])
 
 
 def check_status(status: int, body: bytes) -> None:
@@ -159,32 +151,23 @@ def new_table(**options: bool) -> Table:
     return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", **options)  # type: ignore[arg-type]
 
 
-Columns = Mapping[str, str | Callable[[Any], str]]
-"""Title → field of a row, or what makes the text of a row."""
-NUMBERS = (
-    *("rank", "share", "waiting", "running", "failures", "after s", "attempt", "tokens", "cached"),
-    *("requests", "prompt", "answers", "speculated", "tokens/s", "pid", "users", "errors"),
-    *("first token ms", "first p99", "next token ms", "next p99"),
-)
-"""Titles of columns with numbers."""
+Columns = Mapping[str, Callable[[Any], str]]
+"""Title → what makes the text of a row."""
+NUMBER = re.compile(r"[\d.,×– ]*")
 LONG = ("why", "said", "workers", "limits", "broker")
 """Titles of columns whose texts may be folded."""
 
 
 def table_of(rows: Iterable[Any], columns: Columns) -> Table:
-    """A line for each row."""
+    """A line for each row; numbers stand at the right."""
     table = new_table()
-    for title in columns:
-        justify: Any = "right" if title in NUMBERS else "left"
-        table.add_column(
-            title,
-            justify=justify,
-            no_wrap=title not in LONG,
-            overflow="ellipsis" if title not in LONG else "fold",
-        )
-    for row in rows:
-        cells = (str(row[of]) if isinstance(of, str) else of(row) for of in columns.values())
-        table.add_row(*(Text(printable(cell)) for cell in cells))
+    lines = [[printable(of(row)) for of in columns.values()] for row in rows]
+    for title, cells in zip(columns, zip(*lines, strict=True) if lines else [()] * len(columns), strict=True):
+        justify: Any = "right" if lines and all(map(NUMBER.fullmatch, cells)) else "left"
+        fold = title in LONG
+        table.add_column(title, justify=justify, no_wrap=not fold, overflow="fold" if fold else "ellipsis")
+    for line in lines:
+        table.add_row(*map(Text, line))
     return table
 
 

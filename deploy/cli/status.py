@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import httpx
-import orjson
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from deploy.cli.client import Columns, ServerError, fetch_json, printable, table_of
+from deploy.cli.client import Columns, ServerError, answer_errors, fetch_json, print_json, printable, table_of
 
 Snapshot = dict[str, Any]
 """The answer of GET /fleet at one moment. Any key may be absent."""
@@ -33,8 +32,7 @@ def show(client: httpx.Client, flags: argparse.Namespace) -> int:
         time.sleep(REFRESH_S)  # a rate needs two snapshots
         last = fetch_snapshot(client)
         if flags.json:
-            text = orjson.dumps(with_rates(before, last), option=orjson.OPT_INDENT_2).decode()
-            console.out(text, highlight=False)
+            print_json(with_rates(before, last))
         else:
             console.print(view(before, last, console.width))
     else:
@@ -53,11 +51,10 @@ def show(client: httpx.Client, flags: argparse.Namespace) -> int:
 
 def fetch_snapshot(client: httpx.Client) -> Snapshot:
     """Fetch the state of the fleet. Raises ServerError."""
-    fleet = fetch_json(client, "/fleet")
-    processes = fleet.get("processes") if isinstance(fleet, dict) else None
-    if not isinstance(processes, list) or not all(isinstance(one, dict) for one in processes):
-        raise ServerError(f"{client.base_url} answers /fleet, but not as a Tokenfleet does")
-    return fleet  # type: ignore[no-any-return]
+    with answer_errors(str(client.base_url)):
+        fleet: Snapshot = fetch_json(client, "/fleet")
+        sorted(fleet["processes"], key=order)
+    return fleet
 
 
 def health(fleet: Snapshot) -> tuple[str, str]:

@@ -21,6 +21,11 @@ class Command(NamedTuple):
         flags: names of flags, besides the one that finds the fleet.
         by: that flag; empty for what needs no fleet.
         read_s: how long the gateway may take to answer.
+        path: what it is asked for, with names of operands in braces.
+        rows, table: the field of its answer with rows, and the table that shows them.
+        none: what is printed where there are no rows.
+        page: most rows of one answer.
+        said: what is printed when it has done so.
     """
 
     words: str
@@ -31,6 +36,12 @@ class Command(NamedTuple):
     flags: str = ""
     by: str = ""
     read_s: float = 30.0
+    path: str = ""
+    rows: str = ""
+    table: str = ""
+    none: str = ""
+    page: int = 0
+    said: str = ""
 
     @property
     def changes(self) -> bool:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,19 +39,22 @@ LISTED = {
 
 @pytest.fixture
 def ask(monkeypatch: pytest.MonkeyPatch) -> Ask:
-    def run(*words: str, status: int = 200, reply: Any = "Success") -> tuple[int, list[tuple[str, Any]]]:
+    def run(
+        *words: str, command: str = "adapters", status: int = 200, reply: Any = "Success"
+    ) -> tuple[int, list[tuple[str, Any]]]:
         asked: list[tuple[str, Any]] = []
 
         def answer(request: httpx.Request) -> httpx.Response:
-            asked.append((request.url.path, json.loads(request.content) if request.content else None))
+            asked.append(
+                (request.url.raw_path.decode(), json.loads(request.content) if request.content else None)
+            )
             return httpx.Response(status, **({"text": reply} if isinstance(reply, str) else {"json": reply}))
 
         transport = httpx.MockTransport(answer)
         monkeypatch.setattr(
             admin, "new_client", lambda *_: httpx.Client(base_url="http://fleet", transport=transport)
         )
-        word, *rest = words
-        return admin.main(["adapters", word, "--url", "http://fleet", *rest]), asked
+        return admin.main([command, *words, "--url", "http://fleet"]), asked
 
     return run
 
@@ -168,12 +170,11 @@ NUMBERS = {
 }
 
 
-def test_a_line_for_each_group_and_one_for_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_for_each_group_and_one_for_all(ask: Ask, capsys: pytest.CaptureFixture[str]) -> None:
     row = {"key": "k1", "model": "", **NUMBERS}
     body = {"group_by": ["key", "model"], "data": [row], "total": NUMBERS, "from": "a", "to": "b"}
-    answer = httpx.MockTransport(lambda _: httpx.Response(200, json=body))
-    asked = Namespace(key=None, tenant=None, model=None, to=None, group_by=None, **{"from": None})
-    admin.show_usage(httpx.Client(transport=answer, base_url="http://a"), asked)
+    asked = ask("--from", "2026-11-01", "--group-by", "key,model", command="usage", reply=body)
+    assert asked == (0, [("/usage?from=2026-11-01&group_by=key%2Cmodel", None)])
     period, head, line, last = capsys.readouterr().out.splitlines()
     assert period == "a to b"
     assert head.split()[:3] == ["key", "model", "requests"]

@@ -1,6 +1,5 @@
 """Which fleet a command acts on: one that is named, that of this folder, or this user's only one."""
 
-import argparse
 import asyncio
 import contextlib
 import os
@@ -13,13 +12,12 @@ import pytest
 
 from common.settings.settings import SettingError
 from deploy.cli import target
-from deploy.cli.client import ServerError, fetch_json, new_client
+from deploy.cli.client import ServerError, new_client
+from deploy.cli.status import fetch_snapshot
 from deploy.launcher.control_socket import Order, RunningFleet, Say, listening
 from tests.support import brokers
 from tests.support.forks.command import tokenfleet
 from tests.support.machine.ports import free_port
-
-NOT_NAMED = argparse.Namespace(url=None)
 
 
 @pytest.fixture(autouse=True)
@@ -48,8 +46,8 @@ async def running(folder: Path, number: int, redis_url: str = "") -> AsyncIterat
         yield fleet
 
 
-async def found(changes: bool, flags: argparse.Namespace = NOT_NAMED) -> str:
-    return await asyncio.to_thread(target.find_server, flags, changes)
+async def found(changes: bool, flag: str = "--url", given: str | None = None) -> str:
+    return (await asyncio.to_thread(target.find, flag, given, changes))[0]
 
 
 async def test_the_fleet_of_this_folder_is_taken_and_named(
@@ -59,21 +57,21 @@ async def test_the_fleet_of_this_folder_is_taken_and_named(
         monkeypatch.chdir(folder / "mine")
         assert await found(changes=True) == own.url
         assert capsys.readouterr().err == f"tokenfleet: {own.url} (the fleet of this folder)\n"
-        assert await asyncio.to_thread(target.find_launcher, None) == 1
-        assert await asyncio.to_thread(target.find_directory, None, True) == own.directory_url
+        assert await found(True, "--pid") == "1"
+        assert await found(True, "--directory-url") == own.directory_url
         assert "secret" not in capsys.readouterr().err
 
 
 async def test_what_is_named_is_taken_wherever_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(folder / "mine", 1), running(folder / "theirs", 2):
         monkeypatch.chdir(folder / "mine")
-        assert await found(True, argparse.Namespace(url="http://a:1")) == "http://a:1"
+        assert await found(True, given="http://a:1") == "http://a:1"
         monkeypatch.setenv("PORT", "30002")
         assert await found(changes=True) == "http://127.0.0.1:30002"
         monkeypatch.chdir(folder / "theirs")
-        assert await asyncio.to_thread(target.find_launcher, None) == 2
+        assert await found(True, "--pid") == "2"
         monkeypatch.setenv("REDIS_URL", "redis://a:2")
-        assert await asyncio.to_thread(target.find_directory, None, True) == "redis://a:2"
+        assert await found(True, "--directory-url") == "redis://a:2"
 
 
 async def test_a_fleet_that_was_searched_for_is_read_but_not_changed(
@@ -86,9 +84,9 @@ async def test_a_fleet_that_was_searched_for_is_read_but_not_changed(
         with pytest.raises(SettingError, match=f"^--url: .* that of {other.folder} has --url {other.url}$"):
             await found(changes=True)
         with pytest.raises(SettingError, match=r"has --pid 2$"):
-            await asyncio.to_thread(target.find_launcher, None)
+            await found(True, "--pid")
         with pytest.raises(SettingError, match=r"has --directory-url redis://b2:6379$"):
-            await asyncio.to_thread(target.find_directory, None, True)
+            await found(True, "--directory-url")
         async with running(folder / "mine", 1):
             with pytest.raises(SettingError, match=r"several fleets run: .*30001 .*30002"):
                 await found(changes=False)
@@ -97,9 +95,9 @@ async def test_a_fleet_that_was_searched_for_is_read_but_not_changed(
 async def test_without_any_fleet_port_3000_is_asked_and_a_broker_is_needed() -> None:
     assert await found(changes=True) == "http://127.0.0.1:3000"
     with pytest.raises(SettingError, match=r"^--directory-url: is missing, and no `tokenfleet serve`"):
-        target.find_directory(None, False)
+        await found(False, "--directory-url")
     with pytest.raises(SettingError, match=r"^--pid: is missing"):
-        target.find_launcher(None)
+        await found(True, "--pid")
 
 
 async def test_where_nobody_answers_this_users_fleets_are_named(folder: Path) -> None:
@@ -109,7 +107,7 @@ async def test_where_nobody_answers_this_users_fleets_are_named(folder: Path) ->
             new_client(httpx.Client, url, 1.0, None) as client,
             pytest.raises(ServerError, match=f"no server answers at {url} .*your fleet is at {other.url}"),
         ):
-            await asyncio.to_thread(fetch_json, client, "/fleet")
+            await asyncio.to_thread(fetch_snapshot, client)
 
 
 async def test_a_command_at_a_broker_acts_on_the_fleet_of_its_folder_only(
