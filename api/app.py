@@ -8,13 +8,11 @@ import os
 import random
 import signal
 import socket
-import sys
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from functools import cache, partial
 from importlib.metadata import version
 from typing import Any
 
-import setproctitle
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.routing import APIRoute
@@ -70,9 +68,7 @@ from api.webhooks import WebhookSender
 from common.broker.client import ERRORS, broker_url
 from common.messages.kept_answer import WHOLE_FLEET_VARIABLE
 from common.metrics.exposition import publishing_metrics
-from common.process import launch, logs
 from common.process.event_loop import collect_garbage
-from common.process.launch import PRELOAD_FLAG, wait_for_place
 from common.process.startup import configure_process, exit_when_unservable, exporting_spans, start_process
 from common.settings.settings import SettingError, Settings
 
@@ -269,33 +265,27 @@ log = logging.getLogger(__name__)
 KEEP_ALIVE_TIMEOUT_S = 620
 """How long a connection without a request is kept: longer than clients and proxies keep theirs."""
 
-PRELOADED = "preloaded-api"
 CLOSE_S = 3
 """How long connections may take to close once the gateway has drained."""
 
 
-def main() -> None:
-    """Serve until SIGTERM; with `--preload` wait first until this process has a place in the fleet. Exits
-    with EX_CONFIG if a setting cannot be served.
+def main(tokenizer: ModelTokenizer | None = None) -> None:
+    """Serve until SIGTERM. Exits with EX_CONFIG if a setting cannot be served.
+
+    Args:
+        tokenizer: what `preload` has returned; None: it is loaded.
     """
     with exit_when_unservable():
-        preloaded = preload() if sys.argv[1:] == [PRELOAD_FLAG] else None
         own = start_process("api", "g0")
         settings = Settings.read([])
         configure_process(own, settings)
         with exporting_spans(settings, own.incarnation):
-            serve(settings, own.incarnation, preloaded or ModelTokenizer(settings))
+            serve(settings, own.incarnation, tokenizer or ModelTokenizer(settings))
 
 
-def preload() -> ModelTokenizer:
-    """Load the tokenizer, and return it when this process has a place in the fleet. Raises SettingError."""
-    launch.die_with_parent()
-    settings = Settings.read([])
-    logs.set_up(PRELOADED, settings.log_level, settings.json_output)
-    tokenizer = ModelTokenizer(settings)
-    setproctitle.setproctitle(f"tokenfleet {PRELOADED}")
-    wait_for_place()
-    return tokenizer
+def preload(everything: bool) -> ModelTokenizer | None:
+    """What a template loads for its copies. Raises SettingError."""
+    return ModelTokenizer(Settings.read([])) if everything else None
 
 
 def serve(settings: Settings, incarnation: str, tokenizer: ModelTokenizer) -> None:

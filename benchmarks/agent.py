@@ -117,7 +117,7 @@ async def measure(
     meter.begin()
     with contextlib.suppress(EngineDied):  # after its last step
         await serving
-    cost = Cost(meter.end() / (num_left * num_rows), await read_latency_ms(engine.ranks[0].process))
+    cost = Cost(meter.end() / (num_left * num_rows), await read_latency_ms(engine.ranks[0]))
     engine.ranks[0].link.transport.close()
     await redis.aclose()
     return cost
@@ -135,8 +135,9 @@ async def start_engine(url: str, num_steps: int, waits: bool) -> RankProcess:
     return RankProcess(process, await EngineLink.open(ours))
 
 
-async def read_latency_ms(engine: asyncio.subprocess.Process) -> float:
-    assert engine.stdout
+async def read_latency_ms(rank: RankProcess) -> float:
+    engine = rank.process
+    assert isinstance(engine, asyncio.subprocess.Process) and engine.stdout
     output = await engine.stdout.read()
     return statistics.median(json.loads(output)) if output else 0.0
 

@@ -30,7 +30,7 @@ MOST_S = 180.0
 async def main(args: argparse.Namespace) -> None:
     draw = random.Random(args.kills)
     pauses_s: list[float] = []
-    settings = {"kv_cache_bytes": "256MiB", "preload": None}
+    settings = {"kv_cache_bytes": "256MiB", "preload": True}
     with Fleet(num_workers=args.workers, num_batchers=args.batchers, **settings) as fleet:
         load = Load(fleet, args.tokens, args.streams)
         for _ in range(args.kills):

@@ -3,8 +3,8 @@
 On a machine without its rank 0 it is a follower: it starts the ranks of this machine, and ends with them. It
 needs no broker: rank 0 tells its ranks what to do.
 
-A preloaded worker process, and its engine's processes, have imported everything and perhaps loaded the model.
-It waits until the launcher says which worker it becomes.
+A worker that is a copy of a template has imported what its engine needs, and perhaps loaded the model. It
+copies itself to make the engine's processes, and makes no other use of that.
 
 GPU claims: locks that keep workers on one machine, or in containers that share a folder, from taking the same
 GPU.
@@ -13,7 +13,6 @@ GPU.
 import asyncio
 import contextlib
 import fcntl
-import json
 import logging
 import os
 import signal
@@ -23,12 +22,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-import setproctitle
 import uvloop
 
 from common.metrics import exposition
-from common.process import launch, logs
-from common.process.launch import ACCEPTED, PRELOAD_FLAG
+from common.process import logs
+from common.process.launch import ForkedProcess
 from common.process.logs import plural
 from common.process.machine import list_gpus
 from common.process.startup import (
@@ -40,8 +38,9 @@ from common.process.startup import (
 )
 from common.rank import RankInfo, machine_ranks
 from common.settings.settings import SettingError, Settings
-from gpu_worker.agent.engine_client import EngineClient, EngineDied, RankProcess
-from gpu_worker.protocol import LoadProgress
+from gpu_worker.agent.engine_client import EngineClient, EngineDied, EngineLink, RankProcess
+from gpu_worker.engine import process as engine_process
+from gpu_worker.engine.process import Preloaded
 from gpu_worker.swapping.swapper import Swapper
 
 log = logging.getLogger(__name__)
@@ -81,30 +80,28 @@ async def follow(
     return 0
 
 
-async def wait_for_place(flags: Sequence[str]) -> list[RankProcess]:
-    """Start the processes of this machine's ranks with these flags; return them once this process has its
-    place in the fleet, with its variables in the environment. Exits if the launcher or a rank ends before.
+def preload(everything: bool) -> Preloaded:
+    """What a template loads for its copies. Raises SettingError."""
+    return engine_process.preload(everything)
+
+
+def fork_engines(preloaded: Preloaded, count: int) -> list[tuple[int, socket.socket]]:
+    """Copy this process, which has no thread and no event loop yet → the process id of each engine, and the
+    socket to it.
     """
-    launch.die_with_parent()
-    setproctitle.setproctitle("tokenfleet preloading")
-    launcher = socket.socket(fileno=os.dup(sys.stdin.fileno()))
-    reader, writer = await asyncio.open_unix_connection(sock=launcher)
-    ranks = [await RankProcess.start({}, flags) for _ in own_ranks(Settings.read([]))]
-    for rank in ranks:
-        if not isinstance(frame := await rank.link.receive(), LoadProgress):
-            sys.exit(f"an engine cannot be preloaded: {frame}")
-    setproctitle.setproctitle("tokenfleet preloaded")
-    writer.write(launch.READY)
-    line = asyncio.create_task(reader.readline())
-    ends = [asyncio.create_task(rank.process.wait()) for rank in ranks]
-    await asyncio.wait([line, *ends], return_when=asyncio.FIRST_COMPLETED)
-    if not line.done() or not line.result():
-        sys.exit(0)
-    os.environ.update(json.loads(line.result()))
-    writer.write(ACCEPTED)
-    await writer.drain()
-    writer.close()
-    return ranks
+    forked: list[tuple[int, socket.socket]] = []
+    own = str(os.getpid())
+    for _ in range(count):
+        ours, theirs = socket.socketpair()
+        forked.append((os.fork(), ours))
+        if not forked[-1][0]:
+            for _, channel in forked:
+                channel.close()
+            os.environ["PARENT_PID"] = own
+            engine_process.start(theirs, preloaded)
+            os._exit(0)
+        theirs.close()
+    return forked
 
 
 def own_ranks(settings: Settings) -> list[RankInfo]:
@@ -134,17 +131,25 @@ async def run(settings: Settings, own: ProcessIdentity, preloaded: Sequence[Rank
     return await Swapper(settings, own, environ, ranks, preloaded).run()
 
 
-async def serve(flags: Sequence[str]) -> int:
-    """Serve → the exit status; if preloaded, once this process has a place in the fleet."""
-    ranks = await wait_for_place(flags) if PRELOAD_FLAG in flags else []
+async def serve(
+    identity: ProcessIdentity, settings: Settings, forked: Sequence[tuple[int, socket.socket]]
+) -> int:
+    """Run this worker's processes of this machine, with the engines that were forked → the exit status."""
+    ranks = [RankProcess(ForkedProcess(pid), await EngineLink.open(channel)) for pid, channel in forked]
+    return await run(settings, identity, ranks)
+
+
+def main(preloaded: Preloaded | None = None) -> None:
+    """Run a worker; on a machine without its rank 0 only the ranks there.
+
+    Args:
+        preloaded: in a copy of a template, what `preload` has returned.
+    """
     identity = start_process("worker", "w0")
-    return await run(Settings.read([]), identity, ranks)
-
-
-def main() -> None:
-    """Run a worker, preloaded with `--preload`; on a machine without its rank 0 only the ranks there."""
     with exit_when_unservable():
-        sys.exit(uvloop.run(serve(sys.argv[1:])))
+        settings = Settings.read([])
+        forked = fork_engines(preloaded, len(own_ranks(settings))) if preloaded else []
+        sys.exit(uvloop.run(serve(identity, settings, forked)))
 
 
 def visible_gpus() -> list[str]:

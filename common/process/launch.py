@@ -4,18 +4,13 @@ It is killed when its parent ends. A Python process calls `die_with_parent()`; o
 `python -m common.process.launch COMMAND …`. The variable PARENT_PID is the process id of the parent, so a
 parent that ended before the call is noticed; 0 is for one started by hand, which follows nobody. Without the
 variable it is the present parent. It is removed from the environment: children have another one.
-
-A process may wait to be used, with all imported that it needs. It has a socket to the launcher as its
-standard input. It says READY when it has imported everything, and with LOAD_FLAG has loaded the model; the
-launcher then sends the variables that make it one process of the fleet, and it answers ACCEPTED.
 """
 
+import asyncio
 import contextlib
 import ctypes
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -69,12 +64,8 @@ def run(command: list[str]) -> int:
     return 1
 
 
-PRELOAD_FLAG = "--preload"
-LOAD_FLAG = "--load"
 WEIGHTS_VARIABLE = "WEIGHT_STORE"
 """Names the file descriptor, which engines inherit, of the memory that they share."""
-READY = b"ready\n"
-ACCEPTED = b"accepted\n"
 
 
 def shared_handles(environ: Mapping[str, str]) -> list[int]:
@@ -83,17 +74,30 @@ def shared_handles(environ: Mapping[str, str]) -> list[int]:
     return [int(handle)] if handle else []
 
 
-def wait_for_place() -> None:
-    """Say READY, and return when this process has its place in the fleet: its variables are in the
-    environment then. Exits when the launcher ends before.
-    """
-    with socket.socket(fileno=os.dup(sys.stdin.fileno())) as launcher:
-        launcher.sendall(READY)
-        line = launcher.makefile("rb").readline()
-        if not line:
-            sys.exit(0)
-        os.environ.update(json.loads(line))
-        launcher.sendall(ACCEPTED)
+class ForkedProcess:
+    """A child that was not started by asyncio: what is needed of the interface of its `Process` (Linux)."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self.ended = asyncio.Event()
+        handle = os.pidfd_open(pid)
+        asyncio.get_running_loop().add_reader(handle, self.reap, handle)
+
+    def reap(self, handle: int) -> None:
+        asyncio.get_running_loop().remove_reader(handle)
+        os.close(handle)
+        self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        self.ended.set()
+
+    async def wait(self) -> int:
+        await self.ended.wait()
+        assert self.returncode is not None
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

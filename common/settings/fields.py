@@ -365,8 +365,8 @@ class SettingFields(BaseModel):
     """brokers of other pools, as a=redis://…,b=… (default: by the directory)"""
     num_workers: Annotated[Number, Field(le=MAX_PROCESSES)] = 1
     """workers that `serve` starts (0: all are elsewhere)"""
-    preload: bool | None = None
-    """keep a worker and a gateway ready to follow one that dies (default: if memory allows)"""
+    preload: bool = True
+    """start processes as copies of one that has imported all, and loads a CPU's model if memory allows"""
     num_shard: Processes | None = None
     """ranks of one model, each on its own GPU (default: 1; all GPUs with SHARDED)"""
     pipeline_parallel_size: Processes = 1

@@ -34,7 +34,7 @@ from common.messages.plan import WorkerDied
 from common.metrics.exposition import WAITS_FOR_PORT
 from common.process import logs, machine
 from common.process.event_loop import run_until_one_ends
-from common.process.launch import LOAD_FLAG, PRELOAD_FLAG, WEIGHTS_VARIABLE, die_with_parent
+from common.process.launch import WEIGHTS_VARIABLE, die_with_parent
 from common.process.logs import first_incarnation
 from common.rank import follows
 from common.settings.fields import MAX_PORT
@@ -45,9 +45,9 @@ from deploy.launcher.control_socket import Order, OrderFailed, RunningFleet, Say
 from deploy.launcher.embedded_broker import Broker, embedded
 from deploy.launcher.process import (
     PROC,
-    PreloadedProcess,
     Restarts,
     SupervisedProcess,
+    Template,
     describe,
     family,
     resident_bytes,
@@ -63,12 +63,13 @@ KEPT_S = 30.0
 """How long connections that a gateway has left wait for another one."""
 
 MODULES = {"batcher": "batcher", "worker": "gpu_worker", "gateway": "api", "jobs": "api.jobs.arq_worker"}
+TEMPLATES = {
+    "worker": {"worker": "gpu_worker.process"},
+    "gateway": {"gateway": "api.app", "batcher": "batcher.process", "jobs": "api.jobs.arq_worker"},
+}
+"""Kind that decides when a template loads everything → kinds of its copies, and what they run."""
 KINDS = {"api": "gateway", "batcher": "batcher", "worker": "worker", "jobworker": "jobs"}
 """Words of the command line → kinds of processes."""
-RANK_BYTES = 512 * 2**20
-"""Memory of an engine's process with torch and transformers, a little more than was measured."""
-GATEWAY_BYTES = 128 * 2**20
-"""Memory of a gateway."""
 
 
 @dataclass(slots=True)
@@ -81,7 +82,7 @@ class LocalFleet:
         jobs: the job workers.
         was_ready: whether the fleet ever served.
         is_ending: whether the launcher was told to end. A process that then ends with 0 was told, too.
-        preloaded: processes that wait to become the next gateway and the next worker.
+        templates: of which its processes are copies.
         keeper: keeps copies of the sockets of answers; closed when the fleet ends.
     """
 
@@ -93,7 +94,7 @@ class LocalFleet:
     jobs: list[SupervisedProcess] = field(default_factory=list)
     was_ready: bool = False
     is_ending: bool = False
-    preloaded: Sequence[PreloadedProcess] = ()
+    templates: Sequence[Template] = ()
     keeper: SocketKeeper = field(default_factory=SocketKeeper)
 
     @property
@@ -148,20 +149,15 @@ def new_fleet(
     environs = {kind: [settings.environ() | users[kind]] * counts.get(kind, 0) for kind in MODULES}
     pools = [settings.of_pool(pool).environ() | users["batcher"] for pool in settings.pools]
     environs["batcher"] = pools * counts.get("batcher", 0)
-    preloaded = {
-        kind: PreloadedProcess(
-            kind,
-            command(MODULES[kind]),
-            environs[kind][0],
-            partial(lambda kind: preload_flags(settings, kind, worker_bytes(fleet)), kind),
-            keeper.open_channel if kind == "gateway" else None,
-        )
-        for kind in ("gateway", "worker")
-        if settings.preload is not False and environs[kind]
+    templates = {
+        kind: Template(kind, modules, environs[kind][0], lambda: has_memory(settings, engine_bytes(fleet)))
+        for kind, modules in TEMPLATES.items()
+        if settings.preload and environs[kind] and sys.platform == "linux"
     }
+    template_of = {made: template for template in templates.values() for made in template.modules}
     members = {
         kind: [
-            SupervisedProcess(kind, f"{kind[0]}{number}", command(module), own, preloaded.get(kind))
+            SupervisedProcess(kind, f"{kind[0]}{number}", command(module), own, template_of.get(kind))
             for number, own in enumerate(environs[kind])
         ]
         for kind, module in MODULES.items()
@@ -173,7 +169,7 @@ def new_fleet(
         workers=members["worker"],
         gateways=members["gateway"],
         jobs=members["jobs"],
-        preloaded=[*preloaded.values()],
+        templates=[*templates.values()],
         keeper=keeper,
     )
     for gateway in fleet.gateways:
@@ -194,8 +190,8 @@ def sharing_weights(fleet: LocalFleet) -> Iterator[None]:
         yield
         return
     handle = os.memfd_create("tokenfleet weights")
-    waiting = [one for one in fleet.preloaded if one.kind == "worker"]
-    processes: list[SupervisedProcess | PreloadedProcess] = [*fleet.workers, *waiting]
+    templates = [one for one in fleet.templates if one.kind == "worker"]
+    processes: list[SupervisedProcess | Template] = [*fleet.workers, *templates]
     for process in processes:
         process.environ = {**process.environ, WEIGHTS_VARIABLE: str(handle)}
     try:
@@ -204,30 +200,24 @@ def sharing_weights(fleet: LocalFleet) -> Iterator[None]:
         os.close(handle)
 
 
-def preload_flags(settings: Settings, kind: str, worker_bytes: int = 0) -> list[str]:
-    """Choose how far a process is preloaded; empty: not at all. Where memory does not suffice even for one
-    without a model, PRELOAD can still demand one.
-
-    A worker loads its model, too, if the model is on CPU, has one rank, and leaves enough memory.
-
-    Args:
-        worker_bytes: memory of a worker that has loaded the model; 0: not known, as on macOS.
+def can_load(settings: Settings, kind: str) -> bool:
+    """Whether a template can load what its copies have. For workers that is the model, if it is on CPU and
+    has one rank.
     """
-    on_gpu, is_worker = prepare.caches_on_gpu(settings), kind == "worker"
-    caches_bytes = 0 if on_gpu else settings.num_workers * settings.cpu_cache_bytes
-    half_bytes = (machine.available_bytes() - caches_bytes) // 2  # caches take pages only as they are used
-    num_ranks = -(-settings.num_ranks // settings.nnodes)
-    may_load = num_ranks == settings.nnodes == 1 and not on_gpu and worker_bytes > 0
-    may_load &= is_worker and not settings.models  # which of them is needed is not known yet
-    if may_load and max(worker_bytes, RANK_BYTES) <= half_bytes:
-        return [PRELOAD_FLAG, LOAD_FLAG]
-    wanted_bytes = settings.num_ranks * RANK_BYTES if is_worker else GATEWAY_BYTES
-    return [PRELOAD_FLAG] if settings.preload or wanted_bytes <= half_bytes else []
+    is_whole = settings.num_ranks == settings.nnodes == 1 and not settings.models  # or which of them?
+    return kind != "worker" or (is_whole and not prepare.caches_on_gpu(settings))
 
 
-def worker_bytes(fleet: LocalFleet) -> int:
-    """Memory of the largest worker."""
-    return max((sum(map(resident_bytes, family(worker.pid))) for worker in fleet.workers), default=0)
+def has_memory(settings: Settings, engine_bytes: int) -> bool:
+    """Whether memory suffices for one more engine of this size, and as much stays free."""
+    caches_bytes = settings.num_workers * settings.cpu_cache_bytes  # they take pages only as they are used
+    return 2 * engine_bytes <= machine.available_bytes() - caches_bytes
+
+
+def engine_bytes(fleet: LocalFleet) -> int:
+    """Resident memory of the largest engine."""
+    engines = [pid for worker in fleet.workers for pid in family(worker.pid) if pid != worker.pid]
+    return max(map(resident_bytes, engines), default=0)
 
 
 def supervised_broker(broker: Broker) -> SupervisedProcess:
@@ -460,6 +450,8 @@ async def run(fleet: LocalFleet) -> int:
     except* FleetEnded as group:
         over = next(error for error in group.exceptions if isinstance(error, FleetEnded))
     finally:
+        for template in fleet.templates:
+            await template.end()
         await stop(fleet.ours, 0)
         await stop(fleet.brokers, 0)  # last: the others log errors without it
     if str(over):
@@ -480,9 +472,10 @@ async def launch(fleet: LocalFleet, tasks: asyncio.TaskGroup) -> None:
         if fleet.gateways:
             show = log.info if fleet.settings.json_output else partial(print, flush=True)
             show(last_lines(fleet.settings))
-        for preloaded in fleet.preloaded:
-            questions = partial(are_ready, fleet, preloaded.kind), partial(has_requests, fleet)
-            tasks.create_task(preloaded.keep_one_waiting(*questions))
+        for template in fleet.templates:
+            questions = partial(are_ready, fleet, template.kind), partial(has_requests, fleet)
+            if can_load(fleet.settings, template.kind):
+                tasks.create_task(template.keep_loaded(*questions))
 
 
 async def take_orders(fleet: LocalFleet, tasks: asyncio.TaskGroup) -> None:
@@ -656,15 +649,15 @@ class Roll:
 
     async def run(self) -> None:
         """Replace every process. Raises OrderFailed; the processes that are not replaced run as before."""
-        for preloaded in self.fleet.preloaded:  # it has read the files and settings of before
-            await preloaded.renew(self.changed)
+        for template in self.fleet.templates:  # it has read the files and settings of before
+            await template.renew(self.changed)
         try:
             for members in (self.fleet.workers, self.fleet.batchers, self.fleet.gateways, self.fleet.jobs):
                 for process in [*members]:
                     await self.replace(members, process)
         except OrderFailed:
-            for preloaded in self.fleet.preloaded:
-                await preloaded.renew(self.before)
+            for template in self.fleet.templates:
+                await template.renew(self.before)
             raise
         self.fleet.settings = self.settings
 

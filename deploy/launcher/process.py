@@ -1,26 +1,33 @@
-"""Processes of a fleet: how one is started, ended and started again, and one that waits, preloaded, to become
-the next.
+"""Processes of a fleet: how one is started, ended and started again; and templates, of which they are copies.
 
-A preloaded process has done what a worker or gateway does before it knows its name. It serves nobody, and is
-no process of the fleet. When memory runs out, the kernel ends it first.
+A template (deploy/launcher/template.py) has imported what processes import, so a copy starts within
+milliseconds and shares that memory. Once the fleet serves, a template also loads what a process has before it
+knows its name: the next worker then serves at once. A copy is a child of the launcher, as if that had started
+it. A template is no process of the fleet. When memory runs out, the kernel ends it first: copies live on, and
+the next one has a new template.
+
+Templates are Linux's only. Elsewhere, and when a template does not answer, the interpreter starts processes.
 """
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import logging
 import os
 import signal
 import socket
+import sys
 from asyncio.subprocess import DEVNULL, Process
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from common.messages.kept_answer import HANDLE_VARIABLE
-from common.process.event_loop import run_until_one_ends
-from common.process.launch import ACCEPTED, LOAD_FLAG, READY, shared_handles
+from common.process.launch import ForkedProcess, shared_handles
 from common.process.logs import new_incarnation
+from deploy.launcher.template import DONE, FAILED, MAX_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +36,11 @@ ENDS_FIRST = 1000
 """Highest `oom_score_adj`: the kernel ends such a process first when memory runs out."""
 POLL_S = 0.5
 FIRST_RETRY_S, LAST_RETRY_S = 10.0, 3600.0
-ACCEPT_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 5.0
 """Less than a worker takes to start anew, but more than a busy machine lets a process wait."""
-
+PR_SET_CHILD_SUBREAPER = 36
+NO_THREADS = {"OPENBLAS_NUM_THREADS": "1"}
+"""numpy starts none when it is imported: a copy would not have them."""
 BUSY_S = 20.0
 """Longer than most requests run."""
 
@@ -77,178 +86,161 @@ def score_memory(pid: int, score: int) -> None:
 
 
 async def spawn(
-    command: Sequence[str], environ: Mapping[str, str], stdin: int, open_channel: OpenChannel | None
+    command: Sequence[str], environ: Mapping[str, str], stdin: int, handles: Mapping[str, int]
 ) -> Process:
-    """Start a process in a session of its own; a gateway gets its end of a channel to the socket keeper.
-    `environ` comes on top of our own environment. Raises OSError.
+    """Start a process in a session of its own. Raises OSError.
+
+    Args:
+        environ: on top of our own environment.
+        handles: variable → a file that the process inherits, and whose number is the variable's value.
     """
-    with open_channel() if open_channel else contextlib.nullcontext() as channel:
-        handles = [*shared_handles(environ), *([channel.fileno()] if channel else [])]
-        own = {HANDLE_VARIABLE: str(channel.fileno())} if channel else {}
-        return await asyncio.create_subprocess_exec(
-            *command, env=os.environ | environ | own, pass_fds=handles, stdin=stdin, start_new_session=True
-        )
+    inherited = [*shared_handles(environ), *handles.values()]
+    numbers = {name: str(handle) for name, handle in handles.items()}
+    return await asyncio.create_subprocess_exec(
+        *command, env=os.environ | environ | numbers, pass_fds=inherited, stdin=stdin, start_new_session=True
+    )
 
 
-def kill_group(process: Process) -> None:
+def kill_group(process: Process | ForkedProcess) -> None:
     """Kill what is left of a spawned process and of those that it has started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
-@dataclass(slots=True)
-class WaitingProcess:
-    """A process that imports or has imported its modules, and the socket to it.
+ADOPTING: list[None] = []
+"""As many as there are copies being made."""
 
-    Attributes:
-        is_ready: whether it has finished importing, and loading if it was told to.
-        taken: set when it was given a place in the fleet.
-    """
 
-    process: Process
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    is_ready: bool = False
-    taken: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @classmethod
-    async def start(
-        cls, command: Sequence[str], environ: Mapping[str, str], open_channel: OpenChannel | None
-    ) -> "WaitingProcess":
-        """Raises OSError."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                process = await spawn(command, environ, theirs.fileno(), open_channel)
-            except OSError:
-                ours.close()
-                raise
-        score_memory(process.pid, ENDS_FIRST)
-        return cls(process, *await asyncio.open_unix_connection(sock=ours))
-
-    async def says(self, words: bytes) -> bool:
-        """Wait for the next line. Returns whether it is this one; False, too, if the process ends instead."""
-        try:
-            return await self.reader.readline() == words
-        except OSError:
-            return False
-
-    async def takes(self, variables: Mapping[str, str]) -> bool:
-        """Give the process its place in the fleet. Returns False if it is ready and does not accept in time.
-        A process that still imports accepts later.
-        """
-        self.taken.set()
-        score_memory(self.process.pid, memory_score())
-        self.writer.write(json.dumps({**variables}).encode() + b"\n")
-        if not self.is_ready:
-            return True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ACCEPT_TIMEOUT_S):
-                return await self.accepts()
-        return False
-
-    async def accepts(self) -> bool:
-        """Wait until it has accepted its place; it then hears no more from us. Returns False if it ends."""
-        accepted = await self.says(ACCEPTED)
-        self.writer.close()
-        return accepted
-
-    async def kill(self) -> None:
-        """End the process now, with those that it has started."""
-        self.writer.close()
-        kill_group(self.process)
-        await self.process.wait()
+@contextlib.contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Orphans below this process become its children meanwhile: so do copies, whose parent ends at once."""
+    prctl = ctypes.CDLL(None).prctl
+    ADOPTING.append(None)
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        ADOPTING.pop()
+        prctl(PR_SET_CHILD_SUBREAPER, len(ADOPTING) > 0, 0, 0, 0)
 
 
 @dataclass(slots=True, eq=False)
-class PreloadedProcess:
-    """Keeps one process of a kind waiting, and starts another when it was used or has ended.
-
-    It starts one only while all processes of its kind are ready, since it would take processor time from one
-    that starts. It lets requests that run go first, up to BUSY_S: a fleet that is never idle has one, too.
+class Template:
+    """A template as the launcher sees it. It is started when it is first needed, and again after its end.
 
     Attributes:
-        kind: `worker` or `gateway`.
-        command, environ: of such a process, without its name.
-        choose_flags: chooses flags for the command by the memory that is left. No flags: none is started.
-        open_channel: opens the channel of a gateway to the socket keeper.
-        waiting: the process that waits.
+        kind: that decides when there is time to load everything: `worker` or `gateway`.
+        modules: kind of process → the module that it runs.
+        environ: variables in addition to ours, with which it imports and loads.
+        has_memory: whether there is memory to load everything.
+        is_loading: whether it loads, and cannot copy itself.
     """
 
     kind: str
-    command: Sequence[str]
+    modules: Mapping[str, str]
     environ: Mapping[str, str]
-    choose_flags: Callable[[], list[str]]
-    open_channel: OpenChannel | None = None
-    waiting: WaitingProcess | None = None
+    has_memory: Callable[[], bool]
+    process: Process | None = None
+    channel: socket.socket = field(default_factory=socket.socket)
+    is_loading: bool = False
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def keep_one_waiting(self, are_ready: Question, is_busy: Question) -> None:
-        """Runs until it is cancelled; no process is left then."""
-        retry_s, busy_s = FIRST_RETRY_S, 0.0
-        try:
-            while True:
-                if not (ready := await are_ready()) or (busy_s < BUSY_S and await is_busy()):
-                    busy_s = busy_s + POLL_S if ready else 0.0
-                    await asyncio.sleep(POLL_S)
-                    continue
-                busy_s = 0.0
-                flags = self.choose_flags()
-                if not flags:
-                    log.info("no %s is preloaded: memory is short", self.kind)
-                elif await self.wait_until_taken(flags):
-                    retry_s = FIRST_RETRY_S
-                    continue
-                await asyncio.sleep(retry_s)
-                retry_s = min(2 * retry_s, LAST_RETRY_S)
-        finally:
-            if self.waiting is not None:
-                await self.waiting.kill()
+    async def copy(
+        self, kind: str, environ: Mapping[str, str], handles: Mapping[str, int]
+    ) -> ForkedProcess | None:
+        """Start a process; `environ` and `handles` as in `spawn`. Returns None if the template cannot."""
+        if self.is_loading:  # nothing can raise its priority before it is done
+            await self.end()
+        start = {"module": self.modules[kind], "environ": os.environ | environ, "handles": [*handles]}
+        async with self.lock:
+            answer = await self.ask(start, handles.values(), ANSWER_TIMEOUT_S)
+            if not answer.isdigit():
+                await self.end()
+                return None
+            score_memory(int(answer), memory_score())
+            return ForkedProcess(int(answer))
 
-    async def wait_until_taken(self, flags: Sequence[str]) -> bool:
-        """Start a process, and wait until it was taken, or ended to be renewed. Returns False if it ends by
-        itself.
+    async def keep_loaded(self, are_ready: Question, is_busy: Question) -> None:
+        """Load everything whenever there is a template without it, and time: all processes of its kind are
+        ready, and no requests run, or have run for BUSY_S. Never returns.
         """
-        command = [*self.command, *flags]
-        environ = {**self.environ, "PARENT_PID": str(os.getpid())}
+        retry_s = FIRST_RETRY_S
+        while True:
+            await wait_for_time(are_ready, is_busy)
+            if not self.has_memory():
+                log.info("no %s is preloaded: memory is short", self.kind)
+            elif (process := await self.load()) is not None:
+                log.info("a preloaded %s waits: process %d", self.kind, process.pid)
+                retry_s = FIRST_RETRY_S
+                await process.wait()
+                if self.process is process:
+                    log.warning("the preloaded %s ended with %s", self.kind, process.returncode)
+                continue
+            await asyncio.sleep(retry_s)
+            retry_s = min(2 * retry_s, LAST_RETRY_S)
+
+    async def load(self) -> Process | None:
+        """Have the template load everything. Returns its process; None if it has ended instead."""
+        async with self.lock:
+            self.is_loading = True
+            try:
+                return self.process if await self.ask({}, (), None) == DONE else None
+            finally:
+                self.is_loading = False
+
+    async def ask(self, message: Mapping[str, Any], files: Collection[int], timeout_s: float | None) -> bytes:
+        """Send a message to the template, which is started if there is none. Returns the answer; FAILED, if
+        there is none in time after it has imported its modules.
+        """
         try:
-            waiting = self.waiting = await WaitingProcess.start(command, environ, self.open_channel)
-        except OSError as error:
-            log.warning("no %s is preloaded: %s", self.kind, error)
-            return False
-        waiting.is_ready = await waiting.says(READY)
-        if waiting.taken.is_set():  # while it imported
-            await waiting.accepts()
-        elif waiting.is_ready:
-            how = ", its model loaded" if LOAD_FLAG in flags else ""
-            log.info("a preloaded %s waits%s: process %d", self.kind, how, waiting.process.pid)
-            await run_until_one_ends(waiting.taken.wait(), waiting.process.wait())
-        if waiting.taken.is_set() or self.waiting is not waiting:
-            return True
-        self.waiting = None
-        await waiting.kill()
-        log.warning("the preloaded %s ended with %s", self.kind, waiting.process.returncode)
-        return False
+            await self.begin()
+            with adopting_orphans() if message else contextlib.nullcontext():
+                socket.send_fds(self.channel, [json.dumps(message).encode()], [*files])
+                async with asyncio.timeout(timeout_s):
+                    return await self.receive() or FAILED
+        except (OSError, TimeoutError) as error:
+            log.warning("the template of a %s does not answer: %r", self.kind, error)
+            return FAILED
+
+    async def receive(self) -> bytes:
+        return await asyncio.get_running_loop().sock_recv(self.channel, MAX_BYTES)
+
+    async def begin(self) -> None:
+        """Start the process, if there is none, and wait for its imports. Raises OSError."""
+        if self.process is not None and self.process.returncode is None:
+            return
+        self.channel.close()
+        self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.channel.setblocking(False)
+        with theirs:
+            words = [sys.executable, "-P", "-m", "deploy.launcher.template", self.kind]
+            environ = {**self.environ, "PARENT_PID": str(os.getpid()), **NO_THREADS}
+            words += self.modules.values()
+            self.process = await spawn(words, environ, theirs.fileno(), {})
+        score_memory(self.process.pid, ENDS_FIRST)
+        if await self.receive() != DONE:
+            raise OSError("it ended while it imported")
 
     async def renew(self, changed: Mapping[str, str]) -> None:
-        """End the waiting process; the next one reads files anew and has these variables changed."""
+        """End the process; the next one reads files anew and has these variables changed."""
         self.environ = {**self.environ, **changed}
-        waiting, self.waiting = self.waiting, None
-        if waiting is not None:
-            await waiting.kill()
+        await self.end()
 
-    async def become(self, variables: Mapping[str, str]) -> Process | None:
-        """Give the waiting process its place, with these variables, and return it. None: none waits, or it
-        does not accept. A gateway that still imports is used, too: it is further than one that only starts. A
-        worker's engine is not: nothing can raise its priority before it is loaded.
-        """
-        waiting, self.waiting = self.waiting, None
-        if waiting is None:
-            return None
-        if (waiting.is_ready or self.kind == "gateway") and await waiting.takes(variables):
-            log.info("a preloaded %s takes the place, process %d", self.kind, waiting.process.pid)
-            return waiting.process
-        await waiting.kill()
-        return None
+    async def end(self) -> None:
+        process, self.process = self.process, None
+        if process is not None:
+            kill_group(process)
+            await process.wait()
+
+
+async def wait_for_time(are_ready: Question, is_busy: Question) -> None:
+    """Wait until all are ready, and then for idleness, up to BUSY_S: a fleet that is never idle gets a
+    preloaded process, too.
+    """
+    busy_s = 0.0
+    while not (ready := await are_ready()) or (busy_s < BUSY_S and await is_busy()):
+        busy_s = busy_s + POLL_S if ready else 0.0
+        await asyncio.sleep(POLL_S)
 
 
 FIRST_PAUSE_S = 0.5
@@ -294,7 +286,7 @@ class SupervisedProcess:
         kind: `broker`, `batcher`, `worker`, `gateway` or `jobs`.
         environ: variables in addition to ours.
         incarnation: name of this run, new at every start. A worker may go on under a next one.
-        preloaded: keeps a process waiting that may become this one.
+        template: of which it is a copy; None: the interpreter starts it.
         should_run: whether to start it again when it ends.
         stop_signal: asks it to end.
         open_channel: makes a channel for one run of a gateway to the socket keeper.
@@ -304,11 +296,11 @@ class SupervisedProcess:
     name: str
     command: Sequence[str]
     environ: dict[str, str]
-    preloaded: PreloadedProcess | None = None
+    template: Template | None = None
     should_run: bool = True
     stop_signal: signal.Signals = signal.SIGTERM
     incarnation: str = ""
-    running: asyncio.subprocess.Process | None = None
+    running: Process | ForkedProcess | None = None
     restarts: Restarts = field(default_factory=Restarts)
     open_channel: OpenChannel | None = None
 
@@ -320,8 +312,7 @@ class SupervisedProcess:
         started_s = clock()
         variables = self.environ | own
         try:
-            preloaded = await self.preloaded.become(variables) if self.preloaded else None
-            self.running = preloaded or await spawn(self.command, variables, DEVNULL, self.open_channel)
+            self.running = await self.start(variables)
         except OSError as error:  # such as no memory: the next try may succeed
             log.error("%s does not start: %s", self.name, error)
             return os.EX_OSERR, clock() - started_s
@@ -330,6 +321,13 @@ class SupervisedProcess:
         returncode = await self.running.wait()
         kill_group(self.running)  # processes that it has left running
         return returncode, clock() - started_s
+
+    async def start(self, environ: Mapping[str, str]) -> Process | ForkedProcess:
+        """Start it, a gateway with its end of a channel to the socket keeper. Raises OSError."""
+        with self.open_channel() if self.open_channel else contextlib.nullcontext() as channel:
+            handles = {HANDLE_VARIABLE: channel.fileno()} if channel else {}
+            copy = await self.template.copy(self.kind, environ, handles) if self.template else None
+            return copy or await spawn(self.command, environ, DEVNULL, handles)
 
     @property
     def pid(self) -> int | None:

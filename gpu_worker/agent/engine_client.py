@@ -16,7 +16,7 @@ from typing import cast
 
 from common.messages.plan import Plan, WorkerCapacity
 from common.metrics import catalogue
-from common.process.launch import shared_handles
+from common.process.launch import ForkedProcess, shared_handles
 from common.process.machine import run_delay_s
 from common.rank import RankInfo
 from common.settings.settings import SettingError
@@ -218,17 +218,15 @@ class EngineDied(Exception):
 class RankProcess:
     """The engine process of one rank, and the socket to it."""
 
-    process: Process
+    process: Process | ForkedProcess
     link: EngineLink
 
     @classmethod
-    async def start(cls, environ: Mapping[str, str], flags: Sequence[str] = ()) -> "RankProcess":
-        """Start the process; with `flags` of preloading it waits for a `Begin`."""
+    async def start(cls, environ: Mapping[str, str]) -> "RankProcess":
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", ENGINE_MODULE, str(theirs.fileno())),
-                *flags,
                 pass_fds=[theirs.fileno(), *shared_handles(os.environ)],
                 stdin=asyncio.subprocess.DEVNULL,
                 env={**os.environ, **environ, "PARENT_PID": str(os.getpid())},
@@ -271,7 +269,7 @@ class EngineClient:
     async def start(
         cls, environ: dict[str, str], infos: Sequence[RankInfo], preloaded: Sequence[RankProcess] = ()
     ) -> "EngineClient":
-        """Start a process for each rank, or use those that were preloaded."""
+        """Start a process for each rank, or use those that are there."""
         if not preloaded:
             return cls([await RankProcess.start(environ | info.environ()) for info in infos])
         for rank, info in zip(preloaded, infos, strict=True):

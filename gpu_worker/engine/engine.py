@@ -45,7 +45,7 @@ from gpu_worker.engine.drafting.drafters import Drafter
 from gpu_worker.engine.drafting.load_draft import load_draft, make_drafter
 from gpu_worker.engine.drafting.proposers import ProposalCosts, measure_steps, proposer_factory
 from gpu_worker.engine.model import warmup
-from gpu_worker.engine.model.load import load, name_of
+from gpu_worker.engine.model.load import load, name_of, threads_of
 from gpu_worker.engine.model.model import LoadedModel
 from gpu_worker.engine.model.vision import make_encoder
 from gpu_worker.engine.parallel.communicator import SAMPLES, SINGLE_RANK, Communicator
@@ -309,6 +309,7 @@ class Engine:
     ) -> None:
         self.settings = settings
         self.communicator = communicator
+        torch.set_num_threads(settings.threads or threads_of(settings, communicator))
         self.loaded = loaded = loaded or load(settings, progress, communicator, load_draft)
         self.block_size = loaded.geometry.block_size
         self.side_threads = SideThreads()

@@ -1,9 +1,9 @@
-"""The engine process, one for each rank of a worker: `python -m gpu_worker.engine N [--preload [--load]]`.
+"""The engine process, one for each rank of a worker: `python -m gpu_worker.engine N`, or a copy of a worker
+that is itself a copy of a template.
 
-Settings and the rank (torchrun's variables) are in the environment. File N is a socket to the process that
-has started this one: the agent, or on a machine without rank 0 its follower. Ranks above 0 say how they load,
-that they are ready, and why they failed. With --preload the process imports everything, with --load it loads
-the model, too; then it waits for the variables of the worker that it becomes a part of.
+Settings and the rank (torchrun's variables) are in the environment; a copy waits for them. File N is a socket
+to the process that has started this one: the agent, or on a machine without rank 0 its follower. Ranks above
+0 say how they load, that they are ready, and why they failed.
 """
 
 import contextlib
@@ -14,17 +14,17 @@ import os
 import signal
 import socket
 import sys
-from typing import Any, NoReturn
+from importlib import import_module
+from typing import Any, NamedTuple, NoReturn
 
 import setproctitle
 
 from common.model_files import no_progress
 from common.process import logs, machine
-from common.process.launch import LOAD_FLAG, PRELOAD_FLAG, die_with_parent
+from common.process.launch import die_with_parent
 from common.rank import RankInfo
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.parallel.rendezvous import RankLinks, RankLost, RendezvousFailed, connect_ranks
-from gpu_worker.engine.side_threads import SideThreads
 from gpu_worker.protocol import AgentLink, Begin, EngineFailure, LoadProgress, PeerClosed, WorkerEnds
 
 log = logging.getLogger(__name__)
@@ -37,22 +37,26 @@ SPIN_COUNT = ("GOMP_SPINCOUNT", "2000")
 would keep the thread that it waits for from running. OpenMP reads it when torch is imported.
 """
 CUDA_ERROR_NOT_INITIALIZED = 3
-PRELOAD_NICENESS = 10
-"""Beside busy threads it has a tenth of a core; at 19 it had hardly any, and was never loaded."""
 LOSS_TIMEOUT_S = 1.0
 """How long an error of a collective operation waits for the news that a rank is lost."""
 
 
 def main() -> None:
+    start(socket.socket(fileno=int(sys.argv[1])))
+
+
+def start(channel: socket.socket, preloaded: "Preloaded | None" = None) -> None:
+    """Serve the process at the other end of the socket until it closes that."""
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM):  # the agent decides when the engine ends
         signal.signal(number, signal.SIG_IGN)
-    handle, *flags = sys.argv[1:]
-    link = AgentLink(socket.socket(fileno=int(handle)))
+    link = AgentLink(channel)
     try:
-        loaded = preload(link, LOAD_FLAG in flags) if PRELOAD_FLAG in flags else None
+        if preloaded is not None:
+            setproctitle.setproctitle("tokenfleet engine")
+            os.environ.update(link.receive(Begin).variables)
         setproctitle.setproctitle(f"tokenfleet engine {os.environ.get('WORKER_NAME', 'w0')}")
-        serve(link, loaded)
+        serve(link, preloaded.model if preloaded else None)
     except PeerClosed:
         exit_now(0)
     except RankLost as lost:
@@ -66,32 +70,32 @@ def main() -> None:
         report_failure(link, EngineFailure("", repr(error)))
 
 
-def preload(link: AgentLink, loads_model: bool) -> Any:
-    """Import all that an engine needs, and wait for its variables → the model if it is to be loaded, else
-    None. Raises PeerClosed, SettingError.
+class Preloaded(NamedTuple):
+    """What a process has that may become an engine: its modules, and the model if that is loaded."""
 
-    A thread of low priority does it, which ends with those that it has started for torch: a process
-    may lower its own priority, and not raise it again.
+    model: Any
+
+
+def preload(everything: bool) -> Preloaded:
+    """Import all that an engine needs, and load the model if `everything` is wanted. GPUs are not touched,
+    since it is not known yet which of them may be used. Raises SettingError.
     """
-    setproctitle.setproctitle("tokenfleet engine preloaded")
     prepare_import()
-    with SideThreads().make("preload", PRELOAD_NICENESS) as thread:
-        loaded = thread.submit(import_and_load, loads_model).result()
-    machine.return_memory()
-    link.send(LoadProgress("preloaded"))
-    os.environ.update(link.receive(Begin).variables)
-    return loaded
+    import torch
 
-
-def import_and_load(loads_model: bool) -> Any:
-    """GPUs are not touched, since it is not known yet which of them may be used. Raises SettingError."""
     import gpu_worker.engine.loop  # noqa: F401  it imports everything
     from gpu_worker.engine.drafting.load_draft import load_draft
     from gpu_worker.engine.model.load import load
     from gpu_worker.engine.parallel.communicator import SINGLE_RANK
 
     check_cuda_is_unused()
-    return load(Settings.read([]), no_progress, SINGLE_RANK, load_draft) if loads_model else None
+    if not everything:
+        return Preloaded(None)
+    torch.set_num_threads(1)  # others would not be in a copy, nor that of progress bars
+    import_module("tqdm").tqdm.monitor_interval = 0
+    loaded = load(Settings.read([]), no_progress, SINGLE_RANK, load_draft)
+    machine.return_memory()
+    return Preloaded(loaded)
 
 
 def prepare_import() -> None:

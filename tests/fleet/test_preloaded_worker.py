@@ -1,6 +1,4 @@
-"""A preloaded process becomes the successor of a killed worker, and its answer is whole. Both share their
-weights.
-"""
+"""The successor of a killed worker is a copy of a template, and its answer is whole. They share weights."""
 
 import contextlib
 import os
@@ -44,8 +42,9 @@ def shares_weights() -> bool:
 
 
 def shared_segments(pid: int) -> set[str]:
-    """Return where in the store the weights of a worker's engines are."""
-    engines = [one.pid for one in psutil.Process(pid).children(recursive=True)]
+    """Return where in the store the weights of a worker's engines, or of a template, are."""
+    process = psutil.Process(pid)
+    engines = [one.pid for one in [process, *process.children(recursive=True)]]
     maps = [Path(f"/proc/{engine}/maps").read_text().splitlines() for engine in engines]
     words = [line.split(maxsplit=5) for lines in maps for line in lines]
     return {one[2] for one in words if one[-1] == WEIGHTS}
@@ -73,25 +72,28 @@ def workers(fleet: Fleet) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("fleet", [1, 2], indirect=True)
-async def test_the_successor_was_preloaded_and_no_token_is_lost(fleet: Fleet) -> None:
+async def test_successors_are_copies_and_no_token_is_lost(fleet: Fleet) -> None:
     expected = await Load(fleet, 60, 1).whole()
-    waiting = await wait_until(fleet.preloaded, READY_S)
-    assert len(workers(fleet)) == 1, "it is no worker yet"
-    if shares_weights() and fleet.settings["num_shard"] == 1:  # a rank of several loads nothing before
-        held = shared_segments(fleet.pid("w0"))
-        await wait_until(lambda: shared_segments(waiting) == held != set(), READY_S)
-    load = Load(fleet, 60, 1)
-    await load.progress(20)
-    os.kill(fleet.pid("w0"), signal.SIGKILL)
-    assert await load.whole() == expected
-    [worker] = workers(fleet)
-    assert worker["pid"] == waiting
-
-    second = await wait_until(fleet.preloaded, READY_S)
-    assert second != waiting
-    os.kill(second, signal.SIGKILL)
-    assert await Load(fleet, 60, 1).whole() == expected
-    assert workers(fleet)[0]["pid"] == waiting
+    if fleet.settings["num_shard"] == 1:  # a template loads nothing of several ranks
+        template = await wait_until(fleet.preloaded, READY_S)
+        assert len(workers(fleet)) == 1, "it is no worker"
+        if shares_weights():
+            held = shared_segments(fleet.pid("w0"))
+            assert shared_segments(template) == held != set()
+    for _ in range(2):
+        first = fleet.pid("w0")
+        load = Load(fleet, 60, 1)
+        await load.progress(20)
+        os.kill(first, signal.SIGKILL)
+        assert await load.whole() == expected
+        [worker] = workers(fleet)
+        assert worker["pid"] == fleet.restarted("w0", first)
+    if fleet.settings["num_shard"] == 1:
+        assert fleet.preloaded() == template
+        os.kill(template, signal.SIGKILL)
+        assert await Load(fleet, 60, 1).whole() == expected
+        assert [one["pid"] for one in workers(fleet)] == [worker["pid"]]
+        assert await wait_until(fleet.preloaded, READY_S) != template
 
     everybody = fleet.processes()
     fleet.launcher.terminate()

@@ -67,7 +67,6 @@ def load(
     if communicator.links and not communicator.info.is_local:
         description = describe_model(path, settings, name_of(dtype), device.type)
         check_same(settings.model_id, communicator.exchange(description), communicator.links.members)
-    torch.set_num_threads(settings.threads or threads_of(settings, communicator))
     context = LoadContext(path, None, dtype, device, settings, communicator, read_pooling(path, settings))
     if context.is_encoder and settings.dtype == "auto" and device.type == "cpu":
         dtype = context.dtype = torch.float32  # an index that others have made has such vectors
@@ -207,10 +206,12 @@ def threads_of(settings: Settings, communicator: Communicator) -> int:
 
 def choose_device(name: str, info: RankInfo) -> torch.device:
     """The device of this rank. Raises SettingError if torch does not see it."""
+    if name == "cpu":  # and CUDA stays uninitialised: a template could not be copied
+        return torch.device("cpu")
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise SettingError("device", "cuda, but torch sees no CUDA device")
-    if not available or name == "cpu":
+    if not available:
         return torch.device("cpu")
     local_rank = info.local_rank
     if torch.cuda.device_count() == 1 and "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ","):

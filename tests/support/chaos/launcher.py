@@ -33,7 +33,7 @@ class ChaosFleet(Fleet):
     command = ("tests.support.chaos.launcher",)
 
     def __init__(self, step_ms: float | None, num_blocks: int = NUM_BLOCKS, **settings: Any) -> None:
-        super().__init__(**{"pythonpath": ROOT, "preload": None} | settings)
+        super().__init__(**{"pythonpath": ROOT, "preload": True} | settings)
         self.settings |= {DIRECTORY: self.directory, STEP_MS: step_ms, BLOCKS: num_blocks}
 
     @property
@@ -54,10 +54,7 @@ def chaos_fleet(settings: Settings, broker: Broker | None) -> LocalFleet:
         files = broker.directory / "appendonlydir"
         (directory / ADDRESS).write_text(json.dumps({"url": broker.url, "files": str(files)}))
     if STEP_MS in os.environ:
-        own = launcher.preload_flags
-        launcher.preload_flags = lambda settings, kind, *more: (
-            own(settings, kind, *more) if kind == "gateway" else []
-        )
+        del launcher.TEMPLATES["worker"]
     fleet = new_fleet(settings, broker)
     for process in fleet.brokers:
         process.command = [*command("tests.support.chaos.broker"), str(directory / CUT_TO), *process.command]

@@ -72,8 +72,5 @@ class Striker:
 
 if __name__ == "__main__":
     launcher.MODULES["worker"] = "tests.support.coding_agents.worker"
-    own = launcher.preload_flags
-    launcher.preload_flags = lambda settings, kind, *more: (
-        own(settings, kind, *more) if kind == "gateway" else []
-    )
+    del launcher.TEMPLATES["worker"]
     sys.exit(main())

@@ -121,12 +121,13 @@ class Fleet:
         ranks = [child for child in children if is_of_fleet(child)]
         return sorted(ranks, key=lambda process: process.pid)
 
-    def preloaded(self, name: str = "preloaded") -> int:
-        """Return the process id of the worker, or gateway (`preloaded-api`), that waits preloaded; 0 without
+    def preloaded(self, kind: str = "worker") -> int:
+        """Return the process id of the template that has loaded what workers, or gateways, have; 0 without
         one.
         """
         children = psutil.Process(self.launcher.pid).children()
-        return next((child.pid for child in children if title(child) == ["tokenfleet", name]), 0)
+        loaded = ["tokenfleet", f"preloaded-{kind}"]
+        return next((child.pid for child in children if title(child) == loaded), 0)
 
     def workers_ready(self) -> int:
         """Return the number of workers that the batcher has taken over and gives rows to."""

@@ -27,6 +27,7 @@ AT_IMPORT = ("HF_", "HUGGINGFACE", "TRANSFORMERS_", "TORCH", "OMP_", "GOMP_", "M
 """Prefixes of variables that imported modules read."""
 MODULES = {
     *("api", "api.jobs.arq_worker", "batcher", "deploy.cli", "gpu_worker", "gpu_worker.engine"),
+    "deploy.launcher.template",
     *("tests.support.chaos.launcher", "tests.support.chaos.worker", "tests.support.chaos.engine"),
     *("tests.support.fleet.fake_fleet", "tests.support.forks.command"),
     "tests.support.engine.multi_rank_engine",

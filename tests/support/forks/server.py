@@ -41,6 +41,7 @@ CHAOS = ("tests.support.chaos.launcher", "tests.support.chaos.engine")
 IMPORTS = {
     "gpu_worker.engine": ENGINE,
     "deploy.cli": ENGINE,
+    "deploy.launcher.template": ENGINE,
     "tests.support.engine.multi_rank_engine": ENGINE,
     "tests.support.forks.command": ("deploy.cli.admin",),
     "tests.support.chaos.launcher": CHAOS,

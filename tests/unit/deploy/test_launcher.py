@@ -1,5 +1,5 @@
-"""The processes of a fleet: their ports, what is preloaded, what is said of starts, deaths and the end.
-A process that waits to become a worker, played by a script that imports nothing.
+"""The processes of a fleet: their ports, templates and their copies, what is said of starts, deaths and the
+end. Workers that are copies are played by a script that imports nothing.
 """
 
 import asyncio
@@ -25,33 +25,34 @@ from common.broker.heartbeat import Heartbeat
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from common.process import machine
-from common.process.launch import LOAD_FLAG, PRELOAD_FLAG, WEIGHTS_VARIABLE
+from common.process.launch import WEIGHTS_VARIABLE
 from common.settings.settings import SettingError, Settings
 from deploy.launcher import prepare
 from deploy.launcher import process as processes
 from deploy.launcher.embedded_broker import PREFIX, Broker, embedded
 from deploy.launcher.launcher import (
-    GATEWAY_BYTES,
-    RANK_BYTES,
     LocalFleet,
+    can_load,
     describe_wait,
+    has_memory,
     is_stopped,
     last_lines,
     new_fleet,
-    preload_flags,
     report_death,
     sharing_weights,
 )
 from deploy.launcher.process import (
     ENDS_FIRST,
-    PreloadedProcess,
     Restarts,
     SupervisedProcess,
+    Template,
     family,
     memory_score,
 )
+from deploy.launcher.template import NICENESS
 from tests.support import brokers
 from tests.support.engine import tiny_tokenizers
+from tests.support.source_tree import python_path
 from tests.support.waiting import wait_until, wait_until_sync
 
 NOBODY = 65_534
@@ -192,37 +193,32 @@ def test_overlapping_port_ranges_are_refused(ports: dict[str, Any], words: str) 
         new_fleet(Settings(**ports), None)
 
 
-# --- fleet preload flags ------------------------------------------------------------------------------------
+# --- what templates load ------------------------------------------------------------------------------------
 
-WORKER_BYTES = 2 * RANK_BYTES
-MODEL = ("worker", WORKER_BYTES)
 CACHE_BYTES = 3 * 2**20
-SETTINGS: dict[str, Any] = {"device": "cpu", "num_workers": 2, "kv_cache_bytes": CACHE_BYTES}
+
+
+@pytest.mark.parametrize(("spare_bytes", "has"), [(2000, True), (1999, False)])
+def test_a_model_is_preloaded_if_as_much_memory_stays_free(
+    spare_bytes: int, has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the caches of all workers may still take is not free."""
+    monkeypatch.setattr(machine, "available_bytes", lambda: 2 * CACHE_BYTES + spare_bytes)
+    settings = Settings(device="cpu", num_workers=2, kv_cache_bytes=CACHE_BYTES)
+    assert has_memory(settings, 1000) is has
 
 
 @pytest.mark.parametrize(
-    ("spare_bytes", "settings", "of", "flags"),
+    ("settings", "kind", "can"),
     [
-        (2 * WORKER_BYTES, {}, MODEL, [PRELOAD_FLAG, LOAD_FLAG]),
-        (2 * WORKER_BYTES - 1, {}, MODEL, [PRELOAD_FLAG]),
-        (2 * RANK_BYTES, {}, MODEL, [PRELOAD_FLAG]),
-        (2 * RANK_BYTES - 1, {}, MODEL, []),
-        (2 * RANK_BYTES - 1, {"preload": True}, MODEL, [PRELOAD_FLAG]),
-        (2 * RANK_BYTES, {"num_shard": 2}, MODEL, []),
-        (2 * WORKER_BYTES, {"num_shard": 2}, MODEL, [PRELOAD_FLAG]),
-        (4 * WORKER_BYTES, {"device": "cuda"}, MODEL, [PRELOAD_FLAG]),
-        (2**40, {}, ("worker",), [PRELOAD_FLAG]),  # without /proc nobody knows what a model takes
-        (2 * GATEWAY_BYTES, {}, ("gateway",), [PRELOAD_FLAG]),
-        (2 * GATEWAY_BYTES - 1, {}, ("gateway",), []),
-        (2 * GATEWAY_BYTES - 1, {"preload": True}, ("gateway",), [PRELOAD_FLAG]),
+        ({"device": "cpu"}, "worker", True),
+        ({"device": "cpu", "num_shard": 2}, "worker", False),
+        ({"device": "cuda"}, "worker", False),
+        ({"device": "cuda"}, "gateway", True),
     ],
 )
-def test_a_process_is_preloaded_with_its_model_or_without(
-    spare_bytes: int, settings: dict[str, Any], of: Any, flags: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the caches of all workers may still take is not free. Ranks and GPUs load for themselves."""
-    monkeypatch.setattr(machine, "available_bytes", lambda: 2 * CACHE_BYTES + spare_bytes)
-    assert preload_flags(Settings(**SETTINGS | settings), *of) == flags
+def test_ranks_and_gpus_load_for_themselves(settings: dict[str, Any], kind: str, can: bool) -> None:
+    assert can_load(Settings(**settings), kind) is can
 
 
 # --- fleet shared weights -----------------------------------------------------------------------------------
@@ -233,7 +229,7 @@ def test_a_process_is_preloaded_with_its_model_or_without(
 def test_workers_on_cpu_inherit_the_same_memory(device: Any, shares: bool) -> None:
     fleet = new_fleet(Settings(device=device, num_workers=2, redis_url="redis://localhost"), None)
     with sharing_weights(fleet):
-        workers: list[Any] = [*fleet.workers, *(one for one in fleet.preloaded if one.kind == "worker")]
+        workers: list[Any] = [*fleet.workers, *(one for one in fleet.templates if one.kind == "worker")]
         handles = {one.environ.get(WEIGHTS_VARIABLE) for one in workers}
         assert len(workers) == 3 and len(handles) == 1 and (handles != {None}) == shares
         assert not any(WEIGHTS_VARIABLE in one.environ for one in [*fleet.gateways, *fleet.batchers])
@@ -357,33 +353,35 @@ def test_a_stop_is_found_and_lasts_until_its_process_goes_on(parent: psutil.Proc
     wait_until_sync(lambda: not stops(parent))
 
 
-# --- preloaded process --------------------------------------------------------------------------------------
+# --- templates ----------------------------------------------------------------------------------------------
 
 FAKE = """
 import os, sys, time
 from pathlib import Path
-from common.process.launch import wait_for_place
-if "--preload" in sys.argv:
-    while Path(os.environ["IMPORTS"]).exists():
+def preload(everything):
+    while everything and Path(os.environ["LOADS"]).exists():
         time.sleep(0.01)
-    wait_for_place()
-    told = "preloaded"
-else:
-    told = "alone"
-Path(os.environ["TOLD"]).write_text(f"{os.getpid()} {told} {os.environ['INCARNATION']}")
-time.sleep(600)
+    return f"{everything}@{os.getpriority(os.PRIO_PROCESS, 0)}"
+def main(loaded="alone"):
+    told = f"{os.getpid()} {loaded} {os.environ['INCARNATION']} {os.getpriority(os.PRIO_PROCESS, 0)}"
+    Path(os.environ["TOLD"]).write_text(told)
+    time.sleep(600)
+if __name__ == "__main__":
+    main()
 """
 
 
 class Workshop:
-    """A preloaded process, and a worker `w0` that may use it; `imports` is a file that keeps it importing."""
+    """A template, and a worker `w0` that may be its copy; `loads` is a file that keeps it loading."""
 
-    def __init__(self, directory: Path, flags: list[str], kind: str = "worker") -> None:
-        self.imports, self.told = directory / "imports", directory / "told"
-        command = [sys.executable, "-c", FAKE]
-        environ = {"IMPORTS": str(self.imports), "TOLD": str(self.told)}
-        self.preloaded = PreloadedProcess(kind, command, environ, lambda: flags)
-        self.worker = SupervisedProcess("worker", "w0", command, environ, self.preloaded)
+    def __init__(self, directory: Path) -> None:
+        self.loads, self.told = directory / "loads", directory / "told"
+        script = directory / "fake_worker.py"
+        script.write_text(FAKE)
+        environ = {"LOADS": str(self.loads), "TOLD": str(self.told), "PYTHONPATH": str(directory)}
+        environ["PYTHONPATH"] += os.pathsep + python_path()
+        self.template = Template("worker", {"worker": "fake_worker"}, environ, lambda: True)
+        self.worker = SupervisedProcess("worker", "w0", [sys.executable, str(script)], environ, self.template)
         self.are_ready = asyncio.Event()
         self.are_ready.set()
         self.are_busy, self.looks_at_requests = False, 0
@@ -395,87 +393,87 @@ class Workshop:
         self.looks_at_requests += 1
         return self.are_busy
 
-    async def ready(self) -> int:
-        """The process that waits, once it has imported everything."""
-        await wait_until(lambda: self.preloaded.waiting is not None and self.preloaded.waiting.is_ready)
-        assert self.preloaded.waiting is not None
-        return self.preloaded.waiting.process.pid
+    @property
+    def pid(self) -> int:
+        assert self.template.process is not None
+        return self.template.process.pid
+
+    async def loaded(self) -> None:
+        await wait_until(lambda: self.template.process and title(self.pid).startswith("tokenfleet preloaded"))
 
     async def start(self) -> list[str]:
-        """Start the worker. Returns its process id, how it started, and its incarnation."""
+        """Start the worker. Returns its process id, what it has loaded and at which priority, its
+        incarnation, and its own priority.
+        """
         self.told.unlink(missing_ok=True)
         running = asyncio.create_task(self.worker.run_once())
         told = await wait_until(lambda: self.told.exists() and self.told.read_text())
+        assert psutil.Process(self.worker.pid).ppid() == os.getpid()
+        assert self.worker.pid == os.getpgid(self.worker.pid or 0)
         self.worker.kill()
-        await running
+        assert (await running)[0] == -signal.SIGKILL
         return str(told).split()
 
 
 @contextlib.asynccontextmanager
-async def workshop(
-    directory: Path, *flags: str, kind: str = "worker", busy: bool = False
-) -> AsyncIterator[Workshop]:
-    """Leaving ends the keeping, and checks that it leaves no process."""
+async def workshop(directory: Path) -> AsyncIterator[Workshop]:
+    """Leaving checks that no process is left."""
     others = set(psutil.Process().children(recursive=True))
-    shop = Workshop(directory, [*flags], kind)
-    shop.are_busy = busy
-    keeping = asyncio.create_task(shop.preloaded.keep_one_waiting(shop.workers_are_ready, shop.has_requests))
+    shop = Workshop(directory)
+    keeping = asyncio.create_task(shop.template.keep_loaded(shop.workers_are_ready, shop.has_requests))
     try:
         yield shop
     finally:
         keeping.cancel()
         await asyncio.wait([keeping])
-        assert keeping.cancelled()
+        await shop.template.end()
         assert not set(psutil.Process().children(recursive=True)) - others
 
 
-async def test_a_preloaded_process_becomes_the_next_worker_and_is_replaced(tmp_path: Path) -> None:
-    """Not before the workers are ready again: it would take processor time from the one that loads."""
-    async with workshop(tmp_path, PRELOAD_FLAG) as shop:
-        first = await shop.ready()
-        shop.are_ready.clear()
-        assert await shop.start() == [str(first), "preloaded", shop.worker.incarnation]
-        assert (await shop.start())[1] == "alone"
-        assert shop.preloaded.waiting is None
-        shop.are_ready.set()
-        second = await shop.ready()
-        assert second != first
-        assert await shop.start() == [str(second), "preloaded", shop.worker.incarnation]
+def title(pid: int) -> str:
+    with contextlib.suppress(psutil.Error):
+        return " ".join(psutil.Process(pid).cmdline())
+    return ""
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has such scores")
-async def test_the_kernel_ends_a_preloaded_process_first_until_it_is_the_worker(tmp_path: Path) -> None:
-    async with workshop(tmp_path, PRELOAD_FLAG) as shop:
-        score = Path(f"/proc/{await shop.ready()}/oom_score_adj")
-        assert int(score.read_text()) == ENDS_FIRST
+async def test_each_next_worker_is_a_copy_of_what_the_template_has_loaded(tmp_path: Path) -> None:
+    """It loads at a low priority, which copies do not have."""
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    async with workshop(tmp_path) as shop:
+        await shop.loaded()
+        template = shop.pid
+        first, second = await shop.start(), await shop.start()
+        assert first[0] != second[0] and first[2] != second[2] == shop.worker.incarnation
+        assert first[1] == second[1] == f"True@{min(own + NICENESS, 19)}"
+        assert first[3] == second[3] == str(own) and shop.pid == template
+
+
+async def test_the_kernel_ends_a_template_first_and_not_the_worker(tmp_path: Path) -> None:
+    async with workshop(tmp_path) as shop:
+        await shop.loaded()
+        assert score(shop.pid) == ENDS_FIRST
         running = asyncio.create_task(shop.worker.run_once())
         await wait_until(lambda: shop.worker.pid)
-        assert int(score.read_text()) == memory_score()
+        assert score(shop.worker.pid) == memory_score()
+        os.kill(shop.pid, signal.SIGKILL)
+        await shop.template.end()
+        assert shop.worker.pid
         shop.worker.kill()
         await running
 
 
-@pytest.mark.parametrize(("kind", "how"), [("gateway", "preloaded"), ("worker", "alone")])
-async def test_a_gateway_that_still_imports_is_used_and_a_worker_is_replaced(
-    tmp_path: Path, kind: str, how: str
-) -> None:
-    """The gateway is further than one that starts; the worker's engine loads at a low priority."""
-    async with workshop(tmp_path, PRELOAD_FLAG, kind=kind) as shop:
-        shop.imports.touch()
-        await wait_until(lambda: shop.preloaded.waiting)
-        assert shop.preloaded.waiting is not None
-        pid = shop.preloaded.waiting.process.pid
+def score(pid: int | None) -> int:
+    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+
+async def test_a_worker_does_not_wait_for_a_template_that_loads(tmp_path: Path) -> None:
+    """Nothing can raise its priority, so a new one that has only imported is faster."""
+    async with workshop(tmp_path) as shop:
+        shop.loads.touch()
+        await wait_until(lambda: shop.template.is_loading and title(shop.pid))
         shop.are_ready.clear()
-        starting = asyncio.create_task(shop.start())
-        await wait_until(lambda: shop.worker.pid)
-        assert shop.preloaded.waiting is None
-        shop.imports.unlink()
-        started = await starting
-        assert started[1:] == [how, shop.worker.incarnation] and (started[0] == str(pid)) == (
-            how == "preloaded"
-        )
-        shop.are_ready.set()
-        assert await shop.ready() != pid
+        assert (await shop.start())[1] == f"False@{os.getpriority(os.PRIO_PROCESS, 0)}"
+        shop.loads.unlink()
 
 
 async def test_requests_that_run_go_first_but_not_forever(
@@ -483,40 +481,39 @@ async def test_requests_that_run_go_first_but_not_forever(
 ) -> None:
     monkeypatch.setattr(processes, "POLL_S", 0.01)
     monkeypatch.setattr(processes, "BUSY_S", 0.05)
-    async with workshop(tmp_path, PRELOAD_FLAG, busy=True) as shop:
-        await shop.ready()
+    async with workshop(tmp_path) as shop:
+        shop.are_busy = True
+        await shop.loaded()
         assert shop.looks_at_requests >= 5
 
 
-async def test_a_process_that_does_not_answer_is_ended_and_a_worker_starts(
+async def test_a_template_that_does_not_answer_is_ended_and_a_worker_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "ACCEPT_TIMEOUT_S", 0.1)
-    async with workshop(tmp_path, PRELOAD_FLAG) as shop:
-        pid = await shop.ready()
+    monkeypatch.setattr(processes, "ANSWER_TIMEOUT_S", 0.1)
+    async with workshop(tmp_path) as shop:
+        await shop.loaded()
+        pid = shop.pid
         os.kill(pid, signal.SIGSTOP)
         assert (await shop.start())[1] == "alone"
         assert not psutil.pid_exists(pid)
 
 
-async def test_a_worker_starts_if_the_preloaded_process_dies_while_it_is_asked(tmp_path: Path) -> None:
-    """What it was sent is unread, which resets the connection."""
-    async with workshop(tmp_path, PRELOAD_FLAG) as shop:
-        pid = await shop.ready()
+async def test_a_worker_starts_if_the_template_dies_while_it_is_asked(tmp_path: Path) -> None:
+    async with workshop(tmp_path) as shop:
+        await shop.loaded()
+        pid = shop.pid
         os.kill(pid, signal.SIGSTOP)
-        asked = shop.preloaded.waiting
-        assert asked is not None
         starting = asyncio.create_task(shop.start())
-        await wait_until(asked.taken.is_set)
+        await wait_until(lambda: processes.ADOPTING)
         os.kill(pid, signal.SIGKILL)
         assert (await starting)[1] == "alone"
+        assert (await shop.start())[1].startswith("False"), "of the next template"
 
 
-async def test_a_worker_starts_if_the_preloaded_command_is_missing(tmp_path: Path) -> None:
-    async with workshop(tmp_path, PRELOAD_FLAG) as shop:
-        await shop.ready()
-        shop.preloaded.command = ["/nowhere/python"]
-        assert (await shop.start())[1] == "preloaded"
+async def test_a_worker_starts_if_a_template_cannot_import_it(tmp_path: Path) -> None:
+    async with workshop(tmp_path) as shop:
+        shop.template.modules = {"worker": "missing_module"}
         assert (await shop.start())[1] == "alone"
 
 

@@ -198,11 +198,11 @@ class Child:
         return frame
 
 
-def start_child(*flags: str, start: type[subprocess.Popen[bytes]] = ForkedProcess, **environ: str) -> Child:
+def start_child(start: type[subprocess.Popen[bytes]] = ForkedProcess, **environ: str) -> Child:
     ours, theirs = socket.socketpair()
     ours.settimeout(TIMEOUT_S)
     with theirs:
-        command = [sys.executable, "-m", "gpu_worker.engine", str(theirs.fileno()), *flags]
+        command = [sys.executable, "-m", "gpu_worker.engine", str(theirs.fileno())]
         process = start(
             command,
             pass_fds=[theirs.fileno()],
@@ -248,22 +248,6 @@ def test_unservable_settings_are_reported(child: Child, setting: str, words: str
         and "\n" not in failure.cause
     )
     assert child.process.wait(TIMEOUT_S) == 1
-
-
-def test_a_preloaded_engine_ends_with_its_agent() -> None:
-    child = start_child("--preload")
-    assert end(child) == 0
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
-def test_a_preloaded_engine_gives_way_until_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    monkeypatch.setattr(process, "prepare_import", lambda: None)
-    monkeypatch.setattr(process, "import_and_load", lambda _: os.getpriority(os.PRIO_PROCESS, 0))
-    monkeypatch.setattr("setproctitle.setproctitle", lambda _: None)
-    link: Any = SimpleNamespace(send=lambda _: None, receive=lambda _: SimpleNamespace(variables={}))
-    assert process.preload(link, True) == min(own + process.PRELOAD_NICENESS, 19)
-    assert os.getpriority(os.PRIO_PROCESS, 0) == own
 
 
 @pytest.mark.parametrize(("status", "refused"), [(0, True), (3, False)])
