@@ -13,15 +13,15 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (13_044, 25_308),
+    "api": (13_032, 25_298),
     "batcher": (2_786, 4_798),
-    "gpu_worker": (11_109, 21_286),
-    "common": (3_755, 7_487),
-    "deploy": (2_476, 4_310),
-    "tests": (31_889, 55_731),
-    "benchmarks": (2_187, 3_705),
+    "gpu_worker": (11_106, 21_281),
+    "common": (3_761, 7_491),
+    "deploy": (2_564, 4_430),
+    "tests": (31_886, 55_710),
+    "benchmarks": (2_187, 3_704),
 }
-MOST_WORDS_OF_DOCS = 21_821
+MOST_WORDS_OF_DOCS = 21_817
 SLACK = 0.01
 
 
