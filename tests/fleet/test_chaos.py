@@ -1,32 +1,38 @@
-"""Kills, one in three with another at once, under streams of every kind; a failover of Redis; and the death
-of each kind of process where users have few rights: no token is lost or repeated.
+"""Kills, one in three with another at once, under streams of every kind, and under all kinds of work where
+users have few rights; and a failover of Redis: no token is lost or repeated.
 """
 
 import asyncio
 import contextlib
 import json
-import os
-import signal
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from arq.connections import ArqRedis
+from redis.asyncio import Redis
 
 from benchmarks.chaos import run
-from benchmarks.client import Stream, stream
+from common.api_keys import IssuedKey
 from common.broker.client import connect
 from common.broker.keys import Keys
 from tests.support.broker.sentinels import secured
+from tests.support.chaos.attack import Attack, draw_strikes, targets_of
 from tests.support.chaos.launcher import ChaosFleet
 from tests.support.chaos.outcome import Plan, describe
 from tests.support.fleet.fleet import Fleet
 from tests.support.jobs import arq_client
-from tests.support.keys.issued import add_key, bearer, status
+from tests.support.keys.issued import add_key, bearer
 from tests.support.load import Load
-from tests.support.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import wait_for, wait_until
 from tests.support.webhooks.receiver import SECRET, receiving
 
+KEYS = Keys("default")
 WITHOUT_MODEL = Plan(
     seed=30,
     kills=30,
@@ -74,78 +80,185 @@ async def test_streams_outlive_a_failover() -> None:
         assert await load.whole() == ids
 
 
-# --- rights -------------------------------------------------------------------------------------------------
+# --- all kinds of work --------------------------------------------------------------------------------------
 
-KEYS = Keys("default")
-NUM_TOKENS, NUM_LINES = 150, 4
-PROMPT: dict[str, Any] = {
-    "inputs": "The sea",
-    "parameters": {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "details": True},
-}
-LINE: dict[str, Any] = {"method": "POST", "url": "/v1/completions"}
-LINE |= {"body": {"prompt": "The sea", "max_tokens": 8, "ignore_eos": True}}
+COUNTS = {"gateway": 2, "batcher": 2, "agent": 2, "engine": 2, "jobs": 1}
+NUM_STRIKES, EVERY_S, NUM_CLIENTS = 30, 0.8, 4
+NUM_LINES, NUM_CHATS, NUM_RESPONSES, NUM_JOBS = 1500, 240, 120, 60
+NUM_TOKENS = 20
+ADMIN = "sesame"
+BATCHES, CALLERS = "batches", "callers"
+RUNNING = ("queued", "validating", "in_progress", "finalizing")
+ENDING_S = 600
+"""A busy machine answers ten of the lines in a second."""
+
+
+def line_of(number: int) -> dict[str, Any]:
+    """One of 40 chats."""
+    chat = {
+        "messages": [{"role": "user", "content": "Count. " * (number % 40 + 1)}],
+        "max_tokens": 4 + number % 7,
+    }
+    return {"custom_id": f"line-{number}", "method": "POST", "url": "/v1/chat/completions", "body": chat}
+
+
+LINES = [line_of(number) for number in range(NUM_LINES)]
+
+
+@dataclass
+class Asked:
+    """What two tenants asked for and got.
+
+    Attributes:
+        told: ids that a webhook must tell of.
+        tokens: that answers have, by tenant.
+    """
+
+    keys: dict[str, IssuedKey]
+    client: httpx.AsyncClient
+    redis: Redis
+    arq: ArqRedis
+    told: list[str] = field(default_factory=list)
+    tokens: Counter[str] = field(default_factory=Counter)
+
+    async def ask(self, method: str, path: str, key: IssuedKey | str, **arguments: Any) -> httpx.Response:
+        """Ask until a gateway serves it."""
+        headers = bearer(key) | arguments.pop("headers", {})
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                sent = await self.client.request(method, path, headers=headers, **arguments)
+                if sent.status_code == 200:
+                    return sent
+                assert sent.status_code == 503, sent.text
+            await asyncio.sleep(0.05)
+
+    async def post(self, path: str, tenant: str, key: str, body: dict[str, Any]) -> Any:
+        """An answer to a request that is sent twice, and computed once."""
+        first, second = [
+            (
+                await self.ask("POST", path, self.keys[tenant], json=body, headers={"idempotency-key": key})
+            ).json()
+            for _ in range(2)
+        ]
+        assert first["id"] == second["id"]
+        return first
+
+    async def ended(self, path: str, tenant: str) -> Any:
+        """The object at `path`, when it has ended. Its webhook tells of it."""
+        found: dict[str, Any] = {}
+
+        async def has_ended() -> bool:
+            found.update((await self.ask("GET", path, self.keys[tenant])).json())
+            return found["status"] not in RUNNING
+
+        await wait_until(has_ended, ENDING_S)
+        self.told.append(found["id"])
+        return found
+
+    async def chat(self, number: int) -> None:
+        body = LINES[number]["body"] | {"max_tokens": NUM_TOKENS}
+        answer = await self.post("/v1/chat/completions", CALLERS, f"chat-{number}", body)
+        self.told.append(answer["id"].removeprefix("chatcmpl-"))
+        self.tokens[CALLERS] += answer["usage"]["completion_tokens"]
+
+    async def respond(self, number: int) -> None:
+        body = {"input": f"Number {number}", "background": True, "max_output_tokens": NUM_TOKENS}
+        answer = await self.post("/v1/responses", CALLERS, f"response-{number}", body)
+        found = await self.ended(f"/v1/responses/{answer['id']}", CALLERS)
+        self.tokens[CALLERS] += found["usage"]["output_tokens"]
+
+    async def job(self, number: int) -> None:
+        """One job through Redis, or through arq."""
+        name, key = f"job-{number}", self.keys[CALLERS].text
+        parameters = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "details": True}
+        if number % 2:
+            job = await self.arq.enqueue_job("generate", name, parameters, api_key=key, _job_id=name)
+            assert job is not None
+            answer = await job.result(timeout=ENDING_S)
+        else:
+            content = json.dumps({"id": name, "inputs": name, "parameters": parameters})
+            await self.redis.xadd(KEYS.submit, {"job": content, "api_key": key})
+            answer = json.loads(await wait_until(lambda: self.redis.get(KEYS.result(name)), ENDING_S))
+        assert answer["details"]["generated_tokens"] == NUM_TOKENS
+        self.told.append(name)
+        self.tokens[CALLERS] += NUM_TOKENS
+
+    async def batch(self) -> None:
+        content = "\n".join(map(json.dumps, LINES))
+        key = self.keys[BATCHES]
+        form: dict[str, Any] = {"data": {"purpose": "batch"}, "files": {"file": ("in.jsonl", content)}}
+        file = (await self.ask("POST", "/v1/files", key, **form)).json()
+        body = {"input_file_id": file["id"], "endpoint": LINES[0]["url"], "completion_window": "24h"}
+        asked = await self.post("/v1/batches", BATCHES, "batch-1", body)
+        batch = await self.ended(f"/v1/batches/{asked['id']}", BATCHES)
+        output = (await self.ask("GET", f"/v1/files/{batch['output_file_id']}/content", key)).text
+        answers = [json.loads(line) for line in output.splitlines()]
+        assert [one["custom_id"] for one in answers] == [line["custom_id"] for line in LINES], batch
+        self.tokens[BATCHES] += sum(one["response"]["body"]["usage"]["completion_tokens"] for one in answers)
+
+    async def counted(self) -> dict[str, int]:
+        groups = (await self.ask("GET", "/usage?group_by=tenant", ADMIN)).json()["data"]
+        return {group["tenant"]: group["completion_tokens"] for group in groups}
+
+
+def is_known(url: str, key: IssuedKey) -> bool:
+    """Whether all gateways know a key."""
+    tried = [httpx.get(f"{url}/usage", headers=bearer(key)) for _ in range(20)]
+    return {answer.status_code for answer in tried} == {200}
+
+
+async def count(redis: Redis, pattern: str) -> int:
+    return len(await redis.keys(pattern))
+
+
+async def each(numbers: Iterator[int], act: Callable[[int], Awaitable[None]]) -> None:
+    for number in numbers:
+        await act(number)
+
+
+async def strike(fleet: ChaosFleet) -> None:
+    attack = Attack(fleet, fleet.directory, Path(fleet.broker["files"]))
+    for one in islice(draw_strikes(1, targets_of(COUNTS), EVERY_S, ("stop", "broker")), NUM_STRIKES):
+        await asyncio.sleep(one.pause_s)
+        await attack.strike(one)
+    assert not attack.lost
+    print(f"kills {dict(attack.hits)}")
 
 
 @pytest.mark.slow
-async def test_all_work_goes_on_through_the_death_of_each_kind_of_process(tmp_path: Path) -> None:
-    async with receiving() as receiver, contextlib.AsyncExitStack() as stack:
-        fleet = await stack.enter_async_context(
-            ChaosFleet(
-                step_ms=20.0,
-                num_jobs=1,
-                files_dir=tmp_path,
-                webhook_allowed_hosts=receiver.host,
-                worker_ttl_s=3,
-                stopped_grace_s=0,
-            )
-        )
+@pytest.mark.timeout(1000)
+async def test_all_kinds_of_work_go_on_under_kills(tmp_path: Path) -> None:
+    async with receiving(*[500] * 5) as receiver, contextlib.AsyncExitStack() as stack:
+        settings: dict[str, Any] = {
+            "num_gateways": 2,
+            "num_batchers": 2,
+            "num_workers": 2,
+            "num_jobs": 1,
+            "api_key": ADMIN,
+            "files_dir": tmp_path,
+            "webhook_allowed_hosts": receiver.host,
+            "worker_ttl_s": 3,
+            "stopped_grace_s": 0,
+        }
+        fleet = await stack.enter_async_context(ChaosFleet(step_ms=10.0, **settings))
         redis = await stack.enter_async_context(connect(fleet.redis_url))
-        key = await add_key(redis, tenant="acme", webhook=receiver.url, webhook_secret=SECRET)
-        client = await stack.enter_async_context(
-            httpx.AsyncClient(base_url=fleet.base_url, headers=bearer(key), timeout=PATIENCE_S)
-        )
-        await wait_until(lambda: is_refused(client))
-        batch = await start_batch(client)
-        await redis.xadd(KEYS.submit, {"job": json.dumps(PROMPT | {"id": "job"}), "api_key": key.text})
         arq = await stack.enter_async_context(arq_client(fleet.redis_url))
-        arq_job = await arq.enqueue_job("generate", PROMPT["inputs"], PROMPT["parameters"], api_key=key.text)
-        assert arq_job is not None
-        answer = Stream()
-        reading = asyncio.create_task(
-            stream(f"{fleet.base_url}/generate_stream", PROMPT, answer, bearer(key))
-        )
-        for name in ("w0", "b0", "g0", "j0"):
-            seen = len(answer.frames)
-            await wait_until(lambda seen=seen: len(answer.frames) > seen or reading.done())  # type: ignore[misc]
-            old = fleet.pid(name)
-            os.kill(old, signal.SIGKILL)
-            await asyncio.to_thread(fleet.restarted, name, old)
-        await reading
-        assert [frame["index"] for frame in answer.frames] == list(range(1, NUM_TOKENS + 1))
-        assert (await arq_job.result(timeout=PATIENCE_S))["details"]["generated_tokens"] == NUM_TOKENS
-        job = json.loads(await wait_until(lambda: redis.get(KEYS.result("job"))))
-        assert job["details"]["generated_tokens"] == NUM_TOKENS
-        await wait_until(lambda: is_completed(client, batch))
-        await wait_until(lambda: receiver.told >= {"job", batch})
-        used = (await client.get("/usage")).json()["total"]
-        counted = used["requests"], used["completion_tokens"]
-        assert counted == (3 + NUM_LINES, 3 * NUM_TOKENS + 8 * NUM_LINES), "each committed token counts once"
-
-
-async def is_refused(client: httpx.AsyncClient) -> bool:
-    """Whether the gateway knows that there are API keys: from then on it asks everybody for one."""
-    return await status(client, "unknown") == 401
-
-
-async def start_batch(client: httpx.AsyncClient) -> str:
-    lines = "\n".join(json.dumps(LINE | {"custom_id": f"line-{number}"}) for number in range(NUM_LINES))
-    file = (
-        await client.post("/v1/files", files={"file": ("in.jsonl", lines)}, data={"purpose": "batch"})
-    ).json()
-    body = {"input_file_id": file["id"], "endpoint": LINE["url"], "completion_window": "24h"}
-    return str((await client.post("/v1/batches", json=body)).json()["id"])
-
-
-async def is_completed(client: httpx.AsyncClient, batch: str) -> bool:
-    found = (await client.get(f"/v1/batches/{batch}")).json()
-    return bool(found["status"] == "completed" and found["request_counts"]["completed"] == NUM_LINES)
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=fleet.base_url, timeout=60))
+        await wait_for(lambda: count(redis, KEYS.gateway("*")), COUNTS["gateway"])
+        hook = {"webhook": receiver.url, "webhook_secret": SECRET}
+        keys = {
+            BATCHES: await add_key(redis, tenant=BATCHES, service_class="batch", **hook),
+            CALLERS: await add_key(redis, tenant=CALLERS, **hook),
+        }
+        await wait_until(lambda: is_known(fleet.base_url, keys[CALLERS]))
+        asked = Asked(keys, client, redis, arq)
+        clients = [
+            each(numbers, act)
+            for count, act in ((NUM_CHATS, asked.chat), (NUM_RESPONSES, asked.respond), (NUM_JOBS, asked.job))
+            for numbers in [iter(range(count))] * NUM_CLIENTS
+        ]
+        await asyncio.gather(asked.batch(), strike(fleet), *clients)
+        await wait_until(lambda: receiver.told >= {*asked.told})
+        assert await asked.counted() == dict(asked.tokens), "each committed token counts once"
+    events = {one.id: one.event["data"]["id"] for one in receiver.deliveries}
+    assert sorted(events.values()) == sorted(asked.told)

@@ -59,72 +59,6 @@ def test_sizes_may_have_units(text: str, number: int) -> None:
     assert Settings.read([], {"KV_CACHE_BYTES": text}).kv_cache_bytes == number
 
 
-OUT_OF_RANGE = [
-    ("PORT", "0", "less than 1"),
-    ("PORT", "70000", "more than 65535"),
-    ("MAX_STOP_SEQUENCES", "-1", "less than 0"),
-    ("REQUEST_TIMEOUT_S", "inf", "more than 604800"),
-    ("MAX_TOTAL_TOKENS", "1", "less than 2"),
-    ("MAX_CONCURRENT_REQUESTS", "1" + 18 * "0", "more than 9007199254740992"),
-    ("MAX_BATCH_SIZE", "8193", "more than 8192"),
-    ("CUDA_MEMORY_FRACTION", "1.5", "more than 1"),
-    ("KV_CACHE_BYTES", "0", "less than 1"),
-    ("WORKER_TTL_S", "0.9", "less than twice HEARTBEAT_S (0.5)"),
-]
-WEIGHT = "is not a tenant and a weight of 0.01 to 1000, as alice=4"
-
-
-@pytest.mark.parametrize(
-    ("argv", "environ", "line"),
-    [
-        (["--port", "abc"], {}, "PORT: 'abc' is not a whole number"),
-        (
-            [],
-            {"KV_CACHE_BYTES": "3X"},
-            "KV_CACHE_BYTES: '3X' is not a whole number; units are as in 4k or 64MiB",
-        ),
-        (
-            ["--max-input-tokens", "100", "--max-total-tokens", "100"],
-            {},
-            "MAX_INPUT_TOKENS: 100 is not less than MAX_TOTAL_TOKENS (100), which counts new tokens, too",
-        ),
-        (
-            ["--max-input-tokens", "9", "--max-batch-total-tokens", "9"],
-            {},
-            "MAX_INPUT_TOKENS: 9 is not less than MAX_BATCH_TOTAL_TOKENS (9), which counts new tokens, too",
-        ),
-        ([], {"DEBUG_KV": "perhaps"}, "DEBUG_KV: 'perhaps' is not true or false"),
-        ([], {"REQUEST_TIMEOUT_S": "nan"}, "REQUEST_TIMEOUT_S: 'nan' is not a number"),
-        (["--dtype", "int3"], {}, "DTYPE: 'int3' is not one of auto, float32, float16, bfloat16"),
-        (
-            [],
-            {"COMPUTE_TYPE": "a\r\nb: c"},
-            "COMPUTE_TYPE: cannot be sent as a header: it must be printable ASCII",
-        ),
-        *[
-            ([], {"TENANT_WEIGHTS": f"bob=2,{word}"}, f"TENANT_WEIGHTS: {word!r} {WEIGHT}")
-            for word in ("alice", "alice=0", "=2", "alice=1e9")
-        ],
-        (
-            ["--port", "80", "org/model", "other"],
-            {},
-            "ARGUMENTS: 'other' is not expected; the model is 'org/model'",
-        ),
-        (
-            ["org/model", "--model", "other"],
-            {},
-            "ARGUMENTS: 'org/model' and --model both name a model",
-        ),
-        (["--port"], {}, "--port: expected one argument"),
-        *[([], {name: text}, f"{name}: {text} is {limit}") for name, text, limit in OUT_OF_RANGE],
-    ],
-)
-def test_what_cannot_be_read_is_refused_by_name(argv: list[str], environ: dict[str, str], line: str) -> None:
-    with pytest.raises(SettingError) as refusal:
-        Settings.read(argv, environ)
-    assert str(refusal.value) == line
-
-
 @pytest.mark.parametrize(
     ("hostname", "host"),
     [("0.0.0.0", "0.0.0.0"), ("::1", "::1"), ("localhost", "127.0.0.1"), ("3f2a90c1b7de", "0.0.0.0")],
@@ -166,27 +100,6 @@ def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(key: str) -> No
     assert key.strip() not in str(refused.value)
 
 
-# --- ranges -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("{", "Invalid JSON"),
-        ("[]", "Input should be an object"),
-        ('{"eos_token_id": 1}', "`eos_token_id`: Extra inputs are not permitted"),
-        (
-            '{"max_new_tokens": 0}',
-            "`max_new_tokens`: Input should be greater than or equal to 1",
-        ),
-        ('{"temperature": NaN}', "`temperature`: Input should be a finite number"),
-    ],
-)
-def test_what_cannot_replace_a_default_is_refused(text: str, words: str) -> None:
-    with pytest.raises(SettingError, match=f"^OVERRIDE_GENERATION_CONFIG: {words}"):
-        Settings.read(["--override-generation-config", text], {})
-
-
 # --- settings models ----------------------------------------------------------------------------------------
 
 
@@ -216,22 +129,6 @@ def test_another_model_has_its_own_settings() -> None:
     assert settings.of_pool("default") is settings
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (("a=x/y", "b=x/z", "b=x/w"), "MODELS: 'b' is the name of two models: give one another name"),
-        (("smollm2", "default=x/z"), "MODELS: 'default' is the name of two models"),
-        (("smollm2", "b="), "MODELS: 'b=' is not a model, or a name and a model"),
-        (("smollm2", "b{}=x"), "MODELS: 'b{}=x' is not a model"),
-        (("smollm2", "b=x", "--nnodes", "2"), "MODELS: a worker on several machines (NNODES 2) serves one"),
-    ],
-)
-def test_models_that_cannot_be_served_are_refused_by_name(words: tuple[str, ...], line: str) -> None:
-    with pytest.raises(SettingError) as error:
-        read("--models", *words)
-    assert str(error.value).startswith(line)
-
-
 # --- lora ---------------------------------------------------------------------------------------------------
 
 SQL, HUB = AdapterSource("sql", "/adapters/sql"), AdapterSource("org/legal", "org/legal@main")
@@ -253,21 +150,6 @@ def test_adapters_are_named_as_in_tgi_and_in_vllm(words: list[str]) -> None:
     settings = Settings.read(words, {})
     assert settings.adapters == [SQL, HUB]
     assert Settings.read([], settings.environ()).adapters == [SQL, HUB], "and so by child processes"
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("a b=/x", "'a b=/x' is not an adapter, as sql=/adapters/sql"),
-        ("sql=", "'sql=' is not an adapter"),
-        ("org/a@", "'org/a@' has no revision after the @"),
-        ("a@b@c", "'a@b@c' has no revision after the @"),
-        ("a=/x,a=/y", "'a' is the name of two adapters"),
-    ],
-)
-def test_a_text_that_is_no_adapter_is_refused(text: str, words: str) -> None:
-    with pytest.raises(SettingError, match=f"^LORA_ADAPTERS: {words}"):
-        Settings.read(["--lora-adapters", text], {})
 
 
 # --- speculation --------------------------------------------------------------------------------------------
@@ -298,44 +180,6 @@ def test_a_value_of_vllm_replaces_its_default() -> None:
     found = Settings.read(["--speculative-config", config], {}).speculation
     changed = {"suffix_decoding_max_tree_depth": 9, "suffix_decoding_min_token_prob": 0.5}
     assert found == Speculation(method="suffix").model_copy(update=changed | {"num_tokens": 15})
-
-
-@pytest.mark.parametrize(
-    ("words", "cause"),
-    [
-        ("--speculative-config {", "Invalid JSON"),
-        ("--speculative-config []", "Input should be an object"),
-        ('--speculative-config {"tokens":3}', "`tokens`: Extra inputs are not permitted"),
-        ('--speculative-config {"method":"mtp","model":"m"}', "method mtp is not served; these are: ngram"),
-        ('--speculative-config {"method":"eagle3"}', "eagle3 needs a model"),
-        ('--speculative-config {"method":"ngram","model":"m"}', "ngram has no model"),
-        ("--speculative-config {}", "an object without a method needs a model"),
-        ('--speculative-config {"method":"ngram"}', "ngram needs num_speculative_tokens, 1 to 15"),
-        ('--speculative-config {"model":3}', "`model`: Input should be a valid string"),
-        (
-            '-sc {"method":"suffix","num_speculative_tokens":16}',
-            "`num_speculative_tokens`: Input should be less than or equal to 15",
-        ),
-        (
-            '-sc {"method":"suffix","suffix_decoding_min_token_prob":2}',
-            "`suffix_decoding_min_token_prob`: Input should be less than or equal to 1",
-        ),
-        ('-sc {"method":"suffix","num_speculative_tokens":true}', "Input should be a valid integer"),
-        ('--speculate 3 -sc {"model":"m","num_speculative_tokens":4}', "is 4, and SPECULATE is 3"),
-        (
-            '-sc {"method":"ngram","num_speculative_tokens":4,"prompt_lookup_min":9}',
-            "prompt_lookup_min is more than prompt_lookup_max",
-        ),
-        (
-            '-sc {"model":"m"} --pipeline-parallel-size 2',
-            "cannot be combined with PIPELINE_PARALLEL_SIZE",
-        ),
-    ],
-)
-def test_what_is_not_served_is_refused_by_name(words: str, cause: str) -> None:
-    with pytest.raises(SettingError, match=r"(?i)speculative_config") as error:
-        Settings.read(words.split(), {})
-    assert cause in str(error.value)
 
 
 # --- flags --------------------------------------------------------------------------------------------------
@@ -383,38 +227,108 @@ SERVED = """
 """.strip().splitlines()
 
 REFUSED = {
-    '--hf-overrides {"rope_theta":1}': 'HF_OVERRIDES: {"rope_theta":1} is not served: edit the config',
+    "--port abc": "PORT: 'abc' is not a whole number",
+    "KV_CACHE_BYTES=3X": "KV_CACHE_BYTES: '3X' is not a whole number; units are as in 4k or 64MiB",
+    "--max-input-tokens 9 --max-total-tokens 9": "MAX_INPUT_TOKENS: 9 is not less than MAX_TOTAL_TOKENS (9)",
+    "--max-input-tokens 9 --max-batch-total-tokens 9": "MAX_INPUT_TOKENS: * MAX_BATCH_TOTAL_TOKENS (9)",
+    "DEBUG_KV=perhaps": "DEBUG_KV: 'perhaps' is not true or false",
+    "REQUEST_TIMEOUT_S=nan": "REQUEST_TIMEOUT_S: 'nan' is not a number",
+    "--dtype int3": "DTYPE: 'int3' is not one of auto, float32, float16, bfloat16",
+    "COMPUTE_TYPE=a\r\nb": "COMPUTE_TYPE: cannot be sent as a header: it must be printable ASCII",
+    "TENANT_WEIGHTS=bob=2,alice": "TENANT_WEIGHTS: 'alice' is not a tenant and a weight of 0.01 to 1000, as",
+    "TENANT_WEIGHTS=bob=2,alice=0": "TENANT_WEIGHTS: 'alice=0' is not a tenant and a weight of 0.01 to",
+    "TENANT_WEIGHTS=bob=2,=2": "TENANT_WEIGHTS: '=2' is not a tenant and a weight of 0.01 to 1000, as",
+    "TENANT_WEIGHTS=bob=2,alice=1e9": "TENANT_WEIGHTS: 'alice=1e9' is not a tenant and a weight of 0.01 to",
+    "--port 80 org/model other": "ARGUMENTS: 'other' is not expected; the model is 'org/model'",
+    "org/model --model other": "ARGUMENTS: 'org/model' and --model both name a model",
+    "--port": "--port: expected one argument",
+    "PORT=0": "PORT: 0 is less than 1",
+    "PORT=70000": "PORT: 70000 is more than 65535",
+    "MAX_STOP_SEQUENCES=-1": "MAX_STOP_SEQUENCES: -1 is less than 0",
+    "REQUEST_TIMEOUT_S=inf": "REQUEST_TIMEOUT_S: inf is more than 604800",
+    "MAX_TOTAL_TOKENS=1": "MAX_TOTAL_TOKENS: 1 is less than 2",
+    "MAX_CONCURRENT_REQUESTS=1000000000000000000": "MAX_CONCURRENT_REQUESTS: * is more than 9007199254740992",
+    "MAX_BATCH_SIZE=8193": "MAX_BATCH_SIZE: 8193 is more than 8192",
+    "CUDA_MEMORY_FRACTION=1.5": "CUDA_MEMORY_FRACTION: 1.5 is more than 1",
+    "KV_CACHE_BYTES=0": "KV_CACHE_BYTES: 0 is less than 1",
+    "WORKER_TTL_S=0.9": "WORKER_TTL_S: 0.9 is less than twice HEARTBEAT_S (0.5)",
+    "--override-generation-config {": "OVERRIDE_GENERATION_CONFIG: Invalid JSON",
+    "--override-generation-config []": "OVERRIDE_GENERATION_CONFIG: Input should be an object",
+    '--override-generation-config {"max_new_tokens":0}': "OVERRIDE_GENERATION_CONFIG: * or equal to 1",
+    '--override-generation-config {"temperature":NaN}': "OVERRIDE_GENERATION_CONFIG: * a finite number",
+    "--models a=x/y b=x/z b=x/w": "MODELS: 'b' is the name of two models: give one another name, as other=b",
+    "--models smollm2 default=x/z": "MODELS: 'default' is the name of two models: give one another name, as",
+    "--models smollm2 b=": "MODELS: 'b=' is not a model, or a name and a model as small=Qwen/Qwen3-0.6B",
+    "--models smollm2 b{}=x": "MODELS: 'b{}=x' is not a model, or a name and a model as",
+    "--models smollm2 b=x --nnodes 2": "MODELS: a worker on several machines (NNODES 2) serves one model",
+    "--lora-adapters a\tb=/x": "LORA_ADAPTERS: 'a\\tb=/x' is not an adapter, as sql=/adapters/sql",
+    "--lora-adapters sql=": "LORA_ADAPTERS: 'sql=' is not an adapter, as sql=/adapters/sql, org/adapter or",
+    "--lora-adapters org/a@": "LORA_ADAPTERS: 'org/a@' has no revision after the @",
+    "--lora-adapters a@b@c": "LORA_ADAPTERS: 'a@b@c' has no revision after the @",
+    "--lora-adapters a=/x,a=/y": "LORA_ADAPTERS: 'a' is the name of two adapters",
+    "-sc {": "SPECULATIVE_CONFIG: Invalid JSON",
+    "-sc []": "SPECULATIVE_CONFIG: Input should be an object",
+    '-sc {"tokens":3}': "SPECULATIVE_CONFIG: `tokens`: Extra inputs are not permitted",
+    '-sc {"method":"eagle3"}': "SPECULATIVE_CONFIG: eagle3 needs a model",
+    '-sc {"method":"ngram","model":"m"}': "SPECULATIVE_CONFIG: ngram has no model. Given: m",
+    '-sc {"method":"ngram"}': "SPECULATIVE_CONFIG: ngram needs num_speculative_tokens, 1 to 15",
+    '-sc {"model":3}': "SPECULATIVE_CONFIG: `model`: Input should be a valid string",
+    '-sc {"method":"suffix","num_speculative_tokens":16}': "SPECULATIVE_CONFIG: * less than or equal to 15",
+    '-sc {"method":"suffix","suffix_decoding_min_token_prob":2}': "SPECULATIVE_CONFIG: * or equal to 1",
+    '-sc {"method":"suffix","num_speculative_tokens":true}': "SPECULATIVE_CONFIG: * a valid integer",
+    '--speculate 3 -sc {"model":"m","num_speculative_tokens":4}': "SPECULATIVE_CONFIG: * SPECULATE is 3",
+    '-sc {"method":"ngram","prompt_lookup_min":9} --speculate 4': "* prompt_lookup_min is more than",
+    '-sc {"model":"m"} --pipeline-parallel-size 2': "SPECULATIVE_CONFIG: * PIPELINE_PARALLEL_SIZE",
+    '--hf-overrides {"rope_theta":1}': 'HF_OVERRIDES: {"rope_theta":1} is not served: edit the config.json',
     "--kv-cache-dtype int8": "KV_CACHE_DTYPE: 'int8' is not one of auto, fp8_e4m3, fp8_e5m2",
     "--omni --port 80": "OMNI: true is not served: models take and give text only",
-    '-sc {"method":"mtp"}': "SPECULATIVE_CONFIG: method mtp is not served; these are: ngram",
-    "-sc.method suffix": "SPECULATIVE_CONFIG: Invalid JSON",
-    "-dcp 4": "DECODE_CONTEXT_PARALLEL_SIZE: 4 is not served: one sequence",
-    "--reasoning-config {}": "REASONING_CONFIG: {} is not served: thinking is not cut",
-    "--fingerprint-mode none": "FINGERPRINT_MODE: none is not served: `system_fingerprint` has",
-    "--mamba-block-size x": "MAMBA_BLOCK_SIZE: ",
-    "-q exl2": "QUANTIZE: exl2 is not served: ExLlamaV2's layout of weights is not read",
+    '-sc {"method":"mtp"}': "SPECULATIVE_CONFIG: method mtp is not served; these are: ngram, suffix",
+    "-sc.method suffix": "SPECULATIVE_CONFIG: Invalid JSON: expected value at line 1 column 1",
+    "-dcp 4": "DECODE_CONTEXT_PARALLEL_SIZE: 4 is not served: one sequence is computed by the ranks of one",
+    "--reasoning-config {}": "REASONING_CONFIG: {} is not served: thinking is not cut; its marks are the",
+    "--fingerprint-mode none": "FINGERPRINT_MODE: none is not served: `system_fingerprint` has this",
+    "--mamba-block-size x": "MAMBA_BLOCK_SIZE: 'x' is not a whole number",
+    "-q exl2": "QUANTIZE: exl2 is not served: ExLlamaV2's layout of weights is not read; checkpoints of",
     '--override-generation-config {"n":2}': "OVERRIDE_GENERATION_CONFIG: `n`: Extra inputs are not permitted",
     "--load-format mistral": "LOAD_FORMAT: 'mistral' is not one of auto, dummy",
-    "--enable-prompt-adapter": "ENABLE_PROMPT_ADAPTER: true is not served: prompt adapters",
+    "--enable-prompt-adapter": "ENABLE_PROMPT_ADAPTER: true is not served: prompt adapters are not served",
     "--enable-lora --lora-modules a=/b a=/c": "LORA_ADAPTERS: 'a' is the name of two adapters",
-    '--lora-modules {"name":1': '--lora-modules: {"name":1 is not served: an adapter in JSON is as',
+    '--lora-modules {"name":1': '--lora-modules: {"name":1 is not served: an adapter in JSON is as {"name":',
     "--speculative_config {}": "SPECULATIVE_CONFIG: an object without a method needs a model",
     "--default-chat-template-kwargs {}": "DEFAULT_CHAT_TEMPLATE_KWARGS: {} is not served: requests give",
     "--data-parallel-size-local 4": "DATA_PARALLEL_SIZE_LOCAL: 4 is not served: workers of other machines",
-    "--scheduler-cls a.b": "SCHEDULER_CLS: a.b is not served: code of yours",
-    "--enable-tokenizer-info-endpoint": "ENABLE_TOKENIZER_INFO_ENDPOINT: true is not served: /info",
+    "--scheduler-cls a.b": "SCHEDULER_CLS: a.b is not served: code of yours is not loaded into the processes",
+    "--enable-tokenizer-info-endpoint": "ENABLE_TOKENIZER_INFO_ENDPOINT: true is not served: /info has what",
     "--frobnicate.part 3": "--frobnicate.part: unknown flag; --help lists them",
-    "--ssl-keyfile /key": "SSL_KEYFILE: /key is not served: TLS is for a proxy",
-    "--logits-processors a.b": "LOGITS_PROCESSORS: a.b is not served: code of yours",
-    "--no-enable-chunked-prefill": "--enable-chunked-prefill: false is not served: prompts are",
+    "--ssl-keyfile /key": "SSL_KEYFILE: /key is not served: TLS is for a proxy in front",
+    "--logits-processors a.b": "LOGITS_PROCESSORS: a.b is not served: code of yours is not loaded into the",
+    "--no-enable-chunked-prefill": "--enable-chunked-prefill: false is not served: prompts are computed in",
     "--max-model-length 3": "--max-model-length: unknown flag; the nearest is --max-model-len",
     "--tensor-parallel 3": "--tensor-parallel: unknown flag; the nearest is --tensor-parallel-size",
-    "--tool-call-parser-plugin a": "the nearest is --tool-parser-plugin",
+    "--tool-call-parser-plugin a": "--tool-call-parser-plugin: * is --tool-parser-plugin",
     "--deploy-config a": "--deploy-config: unknown flag; the nearest is --eplb-config",
     "--cfg-parallel-size 2": "--cfg-parallel-size: unknown flag; --help lists them",
-    "--no-port": "--no-port: unknown flag",
-    "--config /missing.yaml": "--config: '/missing.yaml' cannot be read",
+    "--no-port": "--no-port: unknown flag; --help lists them",
+    "--config /missing.yaml": "--config: '/missing.yaml' cannot be read: [Errno 2] No such file or",
+    "--seed 7": "SEED: 7 is not served: a seed belongs to a request",
+    "--max-model-len 1": "--max-model-len: 1 is less than 2",
+    "--max-input-length 5 --max-input-tokens 6": "* means the same as",
+    "--validation-workers 0": "VALIDATION_WORKERS: 0 is less than 1",
+    "--rope-scaling linear": "ROPE_SCALING: linear needs ROPE_FACTOR",
+    "--demo": "DEMO: lets everybody who sees the page kill processes: it is for HOSTNAME=127.0.0.1 only",
+    "--max-batches 7": "MAX_BATCHES: 7 is not served: 10,000 batches are kept",
+    "--metrics-names vllm": "METRICS_NAMES: vllm is not served: vLLM's names are recording rules of",
+    "PREFILL_CHUNKING=0": "PREFILL_CHUNKING: 0 is not served: prompts are computed in chunks beside the",
+    "TGI_WIGGLE_ROOM=0.9": "TGI_WIGGLE_ROOM: 0.9 is not served: KV_CACHE_BYTES says how large the cache is",
+    "ROCM_USE_CUSTOM_PAGED_ATTN=1": "ROCM_USE_CUSTOM_PAGED_ATTN: 1 is not served: AMD GPUs are not served",
+    "ROCM_USE_SKINNY_GEMM=1": "ROCM_USE_SKINNY_GEMM: 1 is not served: AMD GPUs are not served",
+    "XPU_MEMORY_FRACTION=0.5": "XPU_MEMORY_FRACTION: 0.5 is not served: Intel GPUs are not served",
+    "AIP_PREDICT_ROUTE=/predict": "AIP_PREDICT_ROUTE: /predict is not served: give the model a predict",
+    "AIP_HEALTH_ROUTE=/alive": "AIP_HEALTH_ROUTE: /alive is not served: give the model a health route that",
+    "NGROK_AUTHTOKEN=secret": "NGROK_AUTHTOKEN: … is not served: tunnels are not built; put a proxy in front",
+    "ROCM_USE_FLASH_ATTN_V2_TRITON=1": "ROCM_USE_FLASH_ATTN_V2_TRITON: 1 is not served: ",
 }
+"""What stands in the way of a command line, of which variables come first; * stands for any words."""
 
 
 def test_command_lines_of_vllm_are_served() -> None:
@@ -422,11 +336,14 @@ def test_command_lines_of_vllm_are_served() -> None:
         Settings.read(line.split(), {})
 
 
-def test_command_lines_that_are_not_served_are_refused_by_the_flag() -> None:
+def test_what_is_not_served_is_refused_by_the_name_that_the_person_said() -> None:
     for line, words in REFUSED.items():
+        pairs = [word.partition("=") for word in line.split(" ")]
+        environ = {name: value for name, _, value in pairs if re.fullmatch("[A-Z][A-Z0-9_]*", name) and value}
+        argv = ["".join(pair) for pair in pairs if pair[0] not in environ]
         with pytest.raises(SettingError) as refusal:
-            Settings.read(line.split(), {})
-        assert words in str(refusal.value)
+            Settings.read(argv, environ)
+        assert re.match(re.escape(words).replace(r"\*", ".*"), str(refusal.value)), line
 
 
 def test_a_file_of_flags_gives_what_the_command_line_does_not(tmp_path: Path) -> None:
@@ -497,25 +414,6 @@ PATH = "/some/path"
 )
 def test_flags_of_others_mean_ours(argv: list[str], name: str, value: Any) -> None:
     assert getattr(Settings.read(argv, {}), name) == value
-
-
-@pytest.mark.parametrize(
-    ("argv", "line"),
-    [
-        (["--seed", "7"], "SEED: 7 is not served: a seed belongs to a request"),
-        (["--max-model-len", "1"], "--max-model-len: 1 is less than 2"),
-        (["--max-input-length", "5", "--max-input-tokens", "6"], "means the same as"),
-        (["--validation-workers", "0"], "VALIDATION_WORKERS: 0 is less than 1"),
-        (["--rope-scaling", "linear"], "ROPE_SCALING: linear needs ROPE_FACTOR"),
-        (["--demo"], "DEMO: "),
-        (["--max-batches", "7"], "MAX_BATCHES: 7 is not served: 10,000 batches are kept"),
-        (["--metrics-names", "vllm"], "METRICS_NAMES: vllm is not served: vLLM's names are recording rules"),
-    ],
-)
-def test_what_is_refused_bears_the_name_that_the_person_said(argv: list[str], line: str) -> None:
-    with pytest.raises(SettingError) as refusal:
-        Settings.read(argv, {})
-    assert line in str(refusal.value)
 
 
 def test_our_own_variable_wins_over_anothers_name_for_it() -> None:
@@ -662,12 +560,6 @@ SAGEMAKER_BIND_TO_PORT=8080
 AIP_HTTP_PORT=8080 AIP_PREDICT_ROUTE=/vertex AIP_PREDICT_ROUTE=/v1/chat/completions AIP_HEALTH_ROUTE=/health
 """.split()
 
-VARIABLES_NOT_SERVED = """
-PREFILL_CHUNKING=0 TGI_WIGGLE_ROOM=0.9
-ROCM_USE_FLASH_ATTN_V2_TRITON=1 ROCM_USE_CUSTOM_PAGED_ATTN=1 ROCM_USE_SKINNY_GEMM=1 XPU_MEMORY_FRACTION=0.5
-AIP_PREDICT_ROUTE=/predict AIP_HEALTH_ROUTE=/alive
-""".split()
-
 
 def lines_of(page: str) -> list[str]:
     return page.strip().splitlines()
@@ -736,15 +628,3 @@ def test_variables_without_a_flag_are_served() -> None:
         name, _, value = pair.partition("=")
         assert name.lower() in {*Settings.model_fields, *OTHER_NAMES, *known}
         Settings.read([], {name: value})
-
-
-def test_variables_that_are_not_served_are_refused_with_the_reason() -> None:
-    for pair in VARIABLES_NOT_SERVED:
-        name, _, value = pair.partition("=")
-        with pytest.raises(SettingError, match=rf"^{name}: {value} is not served: \w+"):
-            Settings.read([], {name: value})
-
-
-def test_a_secret_is_not_repeated() -> None:
-    with pytest.raises(SettingError, match=r"^NGROK_AUTHTOKEN: … is not served: tunnels are not built"):
-        Settings.read([], {"NGROK_AUTHTOKEN": "secret"})
