@@ -18,7 +18,7 @@ MOST = {  # statements, lines
     "gpu_worker": (11_106, 21_281),
     "common": (3_761, 7_491),
     "deploy": (2_564, 4_430),
-    "tests": (31_886, 55_710),
+    "tests": (31_760, 55_442),
     "benchmarks": (2_187, 3_704),
 }
 MOST_WORDS_OF_DOCS = 21_817
