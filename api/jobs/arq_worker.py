@@ -22,6 +22,7 @@ from arq.constants import abort_jobs_ss, in_progress_key_prefix, job_key_prefix
 from arq.jobs import SerializationError, deserialize_job_raw
 from arq.worker import Function, Worker, func
 from pydantic import BaseModel, ConfigDict, Field
+from redis.exceptions import ResponseError
 
 from api.errors import invalid, tgi
 from api.event_loop import attempt, repeat_forever, retry_forever
@@ -183,20 +184,17 @@ class JobWorker(Worker):
                     await self.pool.zrem(key, name)
 
     async def drop_aborts(self) -> None:
-        """Drop aborts of jobs that are not there, so that nobody polls for them."""
-        for name in await self.pool.zrange(abort_jobs_ss, 0, -1):
-            if not await self.pool.exists(job_key_prefix + name.decode()):
-                await self.pool.zrem(abort_jobs_ss, name)
-
-    async def drop_earlier_abort(self, job_id: str) -> None:
-        """Drop an abort that was sent before this job was queued: it was that of another job with its id."""
-        sent_ms = await self.pool.zscore(abort_jobs_ss, job_id)
-        if sent_ms is None or not (data := await self.pool.get(job_key_prefix + job_id)):
-            return
-        with contextlib.suppress(SerializationError):
-            *_, queued_ms = deserialize_job_raw(data, deserializer=self.job_deserializer)
-            if sent_ms <= queued_ms:
-                await self.pool.zrem(abort_jobs_ss, job_id)
+        """Drop aborts of jobs that are not there, so that nobody polls for them, and those that were sent
+        before their job was queued: they were for another one with its id.
+        """
+        for name, sent_ms in await self.pool.zrange(abort_jobs_ss, 0, -1, withscores=True):
+            with contextlib.suppress(SerializationError, ResponseError):  # of another program's job
+                data = await self.pool.get(job_key_prefix + name.decode(errors="replace"))
+                queued_ms = (
+                    deserialize_job_raw(data, deserializer=self.job_deserializer)[-1] if data else None
+                )
+                if queued_ms is None or sent_ms <= queued_ms:
+                    await self.pool.zrem(abort_jobs_ss, name)
 
     async def heart_beat(self) -> None:
         """Renew the claim on this worker's jobs. When the worker dies the claim expires, and others take
@@ -228,7 +226,7 @@ class JobWorker(Worker):
         """
         try:
             if await self.pool.type(job_key_prefix + job_id) in (b"string", b"none"):
-                await self.drop_earlier_abort(job_id)
+                await self.drop_aborts()
                 await super().run_job(job_id, score)
             else:
                 log.error("job %s is dropped: arq did not write its key", job_id)

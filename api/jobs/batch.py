@@ -33,7 +33,6 @@ from api.protocols.table import BATCHES, protocol_of
 from api.requests.pool import Pool
 from api.requests.service_terms import ServiceTerms, answer_id, own_pool, tenant_of
 from api.webhooks import BATCH, WebhookField, check_room, find_webhook
-from common.api_keys import ApiKey
 from common.broker.keys import BATCH_TTL_MS
 from common.broker.lua import Args, call_script, in_pairs
 from common.broker.pool_client import PoolClient
@@ -500,8 +499,23 @@ async def create_batch(request: Request, response: Response) -> dict[str, Any]:
         if file.purpose != "batch":
             text = f"`input_file_id` must be a file for `batch`, not for {file.purpose}"
             raise invalid(text, "input_file_id")
-        batch = new_batch(request, asked, batch_id, owner, now_s)
-        if await keep(pool, batch, await webhook_of(asked, key_of(request), pool, batch_id)):
+        key = key_of(request)
+        batch = Batch(
+            id=batch_id,
+            owner=owner,
+            key_id=key.key_id if key else "",
+            endpoint=asked.endpoint,
+            input_file_id=asked.input_file_id,
+            window=asked.completion_window,
+            made_ms=int(1000 * now_s),
+            metadata=asked.metadata or {},
+            output_ttl_s=asked.output_expires_after.seconds if asked.output_expires_after else None,
+            fields={"status": "validating"},
+            digest=noted_digest(request),
+        )
+        if webhook := find_webhook(asked.webhook, key, pool.settings, BATCH, batch_id):
+            await check_room(pool.client)
+        if await keep(pool, batch, webhook.text("") if webhook else b""):
             return batch.render()
         earlier = await read_earlier(request, batch_id)
         assert earlier is not None, "it has just been seen, and stays for days"
@@ -528,25 +542,10 @@ async def read_earlier(request: Request, batch_id: str) -> Batch | None:
     return batch
 
 
-def new_batch(request: Request, asked: BatchRequest, batch_id: str, owner: str, now_s: float) -> Batch:
-    key = key_of(request)
-    return Batch(
-        id=batch_id,
-        owner=owner,
-        key_id=key.key_id if key else "",
-        endpoint=asked.endpoint,
-        input_file_id=asked.input_file_id,
-        window=asked.completion_window,
-        made_ms=int(1000 * now_s),
-        metadata=asked.metadata or {},
-        output_ttl_s=asked.output_expires_after.seconds if asked.output_expires_after else None,
-        fields={"status": "validating"},
-        digest=noted_digest(request),
-    )
-
-
-async def keep(pool: Pool, batch: Batch, webhook: dict[str, bytes]) -> bool:
-    """Keep a new batch; False if one with its id was kept meanwhile. Raises ApiError: 429, 503."""
+async def keep(pool: Pool, batch: Batch, webhook: bytes) -> bool:
+    """Keep a new batch, and where the event of its end goes; False if one with its id was kept meanwhile.
+    Raises ApiError: 429, 503.
+    """
     args: Args = {
         "member": batch.member,
         "made_ms": batch.made_ms,
@@ -554,22 +553,13 @@ async def keep(pool: Pool, batch: Batch, webhook: dict[str, bytes]) -> bool:
         "ttl_ms": BATCH_TTL_MS,
         "max_batches": MAX_BATCHES,
     }
-    fields = in_pairs({**batch.made(), **webhook})
+    fields = in_pairs(batch.made() | ({"webhook": webhook} if webhook else {}))
     call = call_script("create_batch", bytes.decode, pool.client.keys, batch.id, args=args, more_args=fields)
     async with asking_broker():
         kept = await pool.client.run(call)
     if kept == "full":
         raise overloaded(f": {MAX_BATCHES} batches have not ended", 60)
     return kept == "new"
-
-
-async def webhook_of(asked: BatchRequest, key: ApiKey | None, pool: Pool, batch_id: str) -> dict[str, bytes]:
-    """The field of a batch that says where the event of its end goes. Raises ApiError: 422, 429, 503."""
-    webhook = find_webhook(asked.webhook, key, pool.settings, BATCH, batch_id)
-    if webhook is None:
-        return {}
-    await check_room(pool.client)
-    return {"webhook": webhook.text("")}
 
 
 @router.get("/v1/batches", summary="List batches", responses=answer(page_of("BatchList", BATCH_SHAPE)))

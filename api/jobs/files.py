@@ -11,6 +11,7 @@ import tempfile
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import quote
 
@@ -77,12 +78,12 @@ class FileStore:
         self.fs, root = url_to_fs(url)
         self.root = root.rstrip("/")
 
-    async def call(self, work: Callable[[], Done]) -> Done:
-        """The result of `work` on the store, in a thread. Raises ApiError (503)."""
+    async def call(self, work: Callable[[], Done], gone: ApiError | None = None) -> Done:
+        """The result of `work` on the store, in a thread. Raises ApiError: 503; `gone` if it is not there."""
         try:
             return await asyncio.to_thread(work)
-        except FileNotFoundError:
-            raise
+        except FileNotFoundError as error:
+            raise gone or error from error
         except Exception as error:  # each store has its own
             log.error("the file store: %s", error)
             raise unavailable(f"the file store failed ({type(error).__name__})") from error
@@ -125,10 +126,7 @@ class FileStore:
     async def find_kept(self, owner: str, file_id: str) -> StoredFile:
         """A file, which may have expired. Raises ApiError: 404, 503."""
         path = self.path(owner, file_id)
-        try:
-            return await self.call(lambda: self.read_record(path))
-        except FileNotFoundError as error:
-            raise no_file(file_id) from error
+        return await self.call(lambda: self.read_record(path), no_file(file_id))
 
     def read_record(self, path: str) -> StoredFile:
         """Raises ValueError for what is not the record of a file that has this path."""
@@ -164,22 +162,15 @@ class FileStore:
             if offset >= size:
                 offset -= size
                 continue
-            path = self.path(file.owner, file.id, part)
-            try:
-                data: bytes = await self.call(lambda path=path: self.fs.cat_file(path))  # type: ignore[misc]
-            except FileNotFoundError as error:
-                text = f"a part of the file {file.id} is missing in the file store"
-                raise ApiError(404, "not_found", text, "id") from error
-            yield data[offset:]
+            text = f"a part of the file {file.id} is missing in the file store"
+            read = partial(self.fs.cat_file, self.path(file.owner, file.id, part))
+            yield (await self.call(read, ApiError(404, "not_found", text, "id")))[offset:]
             offset = 0
 
     async def delete(self, file: StoredFile) -> None:
         """Delete the record, then the parts. Raises ApiError: 404 if somebody else has, 503."""
         path = self.path(file.owner, file.id)
-        try:
-            await self.call(lambda: self.fs.rm_file(path))
-        except FileNotFoundError as error:
-            raise no_file(file.id) from error
+        await self.call(lambda: self.fs.rm_file(path), no_file(file.id))
         await self.remove_parts(file.owner, file.id)
 
     async def remove_parts(self, owner: str, file_id: str) -> None:
@@ -235,13 +226,12 @@ def open_store(settings: Settings, clock: BrokerClock) -> FileStore | None:
             tempfile.TemporaryFile(dir=store.root).close()
         return store
     except OSError as error:
-        cause = error.strerror or error
-        raise SettingError("FILES_DIR", f"{settings.files_dir} cannot be written to: {cause}") from error
+        cause = f"cannot be written to: {error.strerror or error}"
     except ImportError as error:
         cause = f"needs its store, as `pip install 'tokenfleet[cloud]'` has of gs:// and s3:// ({error})"
-        raise SettingError("FILES_DIR", f"{settings.files_dir} {cause}") from error
     except ValueError as error:
-        raise SettingError("FILES_DIR", f"{settings.files_dir} cannot be used: {error}") from error
+        cause = f"cannot be used: {error}"
+    raise SettingError("FILES_DIR", f"{settings.files_dir} {cause}")
 
 
 def no_file(file_id: str) -> ApiError:
