@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -134,22 +135,21 @@ def refuse(*cases: tuple[object, str, str]) -> None:
             raise invalid(detail, param)
 
 
-def renamed_field(field: str, names: Mapping[str, str]) -> str:
-    """The name that a field has in another API.
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """An error with the names that fields have in the API that was asked.
 
     Args:
-        names: patterns of names → the other names.
+        names: patterns of the names that it may have → the other names; the first that fits counts.
     """
-    for pattern, name in names.items():
-        field = re.sub(f"^{pattern}$", name, field)
-    return field
 
+    def rename(field: str) -> str:
+        found = (name and re.fullmatch(pattern, field) for pattern, name in names.items())
+        return next((match.expand(names[match.re.pattern]) for match in found if match), field)
 
-def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """The error of a field, with the name that the field has in the API that was asked."""
-    param = renamed_field(error.param or "", names)
-    text = error.text.replace(f"`{error.param}`", f"`{param}`")
-    return ApiError(error.status, error.error_type, text, param or None, error.code)
+    other = copy.copy(error)
+    other.text = re.sub("`([^`]+)`", lambda quoted: f"`{rename(quoted[1])}`", error.text)
+    other.param = error.param and rename(error.param)
+    return other
 
 
 def too_long(detail: str, param: str, max_total_tokens: int) -> ApiError:

@@ -222,8 +222,9 @@ async def chat_prompt(chat: ChatRequest, pool: Pool) -> Rendered:
 async def shown_prompt(params: GenerationParams, pool: Pool) -> Rendered:
     """The prompt of a chat's parameters, with the placeholders of its pictures. Raises ApiError."""
     limits = pool.workers.limits
-    check(params, limits, pool.tokenizer)
-    params, _ = await show_pictures(params, limits, pool.pictures)
+    with params.naming():
+        check(params, limits, pool.tokenizer)
+        params, _ = await show_pictures(params, limits, pool.pictures)
     assert params.prompt is not None
     return params.prompt
 

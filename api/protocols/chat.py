@@ -22,7 +22,7 @@ from pydantic import Field
 from api.answers.answer import Reading
 from api.answers.call_formats import CALL_FORMATS, HARMONY, REASONING_FORMATS
 from api.answers.scanner import Tool
-from api.errors import ApiError, cut, invalid, quoted, refuse, renamed, renamed_field
+from api.errors import ApiError, cut, invalid, quoted, refuse, renamed
 from api.event_loop import offload
 from api.grammar.compile import COMPILED, Grammar, compile_grammar
 from api.grammar.force import answer_source, call_grammar
@@ -669,22 +669,16 @@ async def read_chat(body: ChatRequest, pool: Pool) -> GenerationParams:
     return replace(params, grammar=forced)
 
 
-async def read_other(
-    chat: ChatRequest, pool: Pool, fields: Mapping[str, str], names: Mapping[str, str]
-) -> GenerationParams:
+async def read_other(chat: ChatRequest, pool: Pool, names: Mapping[str, str]) -> GenerationParams:
     """The parameters of a chat that was made of the body of another API. Raises ApiError.
 
     Args:
-        fields: patterns of fields of a chat → what they are called in that API.
-        names: `GenerationParams` → the names of its fields, where they differ.
+        names: patterns of names of a chat's fields and parameters → what they are called in that API.
     """
     try:
-        read = await read_chat(chat, pool)
+        return replace(await read_chat(chat, pool), names=names)
     except ApiError as error:
-        raise renamed(error, fields) from error
-    pictures = [replace(one, field=names["prompt"]) for one in read.pictures]
-    grammar = read.grammar and replace(read.grammar, field=renamed_field(read.grammar.field, fields))
-    return replace(read, names=names, pictures=pictures, grammar=grammar)
+        raise renamed(error, names) from error
 
 
 @functools.cache

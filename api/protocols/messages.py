@@ -235,15 +235,15 @@ class MessagesRequest(CountTokensRequest):
 # --- as a chat ----------------------------------------------------------------------------------------------
 
 
-MESSAGE_NAMES = {**CHAT_NAMES, "stop": "stop_sequences"}
-"""`GenerationParams` → the names of Anthropic's fields, where they differ."""
-FIELD_OF_CHAT = {
+MESSAGE_NAMES = {
+    **CHAT_NAMES,
+    "stop": "stop_sequences",
     r"messages.*": "messages",
     r"tools\.(.*)\.parameters": r"tools.\1.input_schema",
     r"reasoning_effort": "output_config.effort",
     r"response_format\.json_schema(.*)": r"output_config.format\1",
 }
-"""Patterns of fields of a chat → what they are called here."""
+"""Patterns of names of a chat's fields and parameters → what they are called here."""
 FORMAT = "output_config.format"
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 BILLING_HEADER = re.compile(r"x-anthropic-billing-header:[^\n]*(\n+|$)")
@@ -260,7 +260,7 @@ Part = dict[str, Any]
 async def read_messages(body: CountTokensRequest, pool: Pool) -> GenerationParams:
     """The parameters of the chat that a body asks for. Raises ApiError."""
     chat = await offload(CHARS_OF_MESSAGE * len(body.messages), lambda: to_chat(body))
-    read = await read_other(chat, pool, FIELD_OF_CHAT, MESSAGE_NAMES)
+    read = await read_other(chat, pool, MESSAGE_NAMES)
     return replace(read, cuts_to_room=True)
 
 

@@ -117,9 +117,9 @@ class Context(NamedTuple):
         check_size(requests)
         most, number = pool.settings.max_concurrent_requests, len(requests)
         if self.request is not None and number > most:
-            name = prompts[0].name("n")
             words = f"asks for {number} choices of all prompts: MAX_CONCURRENT_REQUESTS is {most}"
-            raise invalid(f"`{name}` {words}", name)
+            with prompts[0].naming():
+                raise invalid(f"`n` {words}", "n")
         num_chars = sum(len(one.prompt.text) for one in prompts if one.prompt)
         return Asked(requests, prefixes, prompts[0].rendering, num_chars, **own)
 

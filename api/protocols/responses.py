@@ -347,15 +347,16 @@ def chat_content(content: str | Sequence[Mapping[str, Any]]) -> str | list[dict[
 
 
 PREVIOUS = "previous_response_id"
-RESPONSE_NAMES = {**CHAT_NAMES, "prompt": "input", "max_new_tokens": "max_output_tokens"}
-"""`GenerationParams` → the names of the fields of a response, where they differ."""
-FIELD_OF_CHAT = {
+RESPONSE_NAMES = {
+    **CHAT_NAMES,
+    "prompt": "input",
     r"messages.*": "input",
+    "max_new_tokens": "max_output_tokens",
     r"(tools\[\d+\])\.function(.*)": r"\1\2",
     r"reasoning_effort": "reasoning.effort",
     r"response_format(\.json_schema)?(.*)": r"text.format\2",
 }
-"""Patterns of fields of a chat → what they are called in a response."""
+"""Patterns of names of a chat's fields and parameters → what they are called in a response."""
 
 BUILT_IN_TOOLS = (
     *("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
@@ -567,7 +568,7 @@ async def read_response_body(body: ResponsesRequest, context: Context) -> Asked:
         body = body.model_copy(update={"store": False})
     all_items = [*before, *items]
     asked = await offload(CHARS_OF_MESSAGE * len(all_items), lambda: to_chat(body, all_items))
-    params = await read_other(asked, pool, FIELD_OF_CHAT, RESPONSE_NAMES)
+    params = await read_other(asked, pool, RESPONSE_NAMES)
     fields = response_fields(body, params.sampling)
     response = ResponseParts(to_json(fields), to_json(before), to_json(items))
     own = {"request_id": answer_id, "response": response}

@@ -572,9 +572,9 @@ async def read_instance(request: Request, pool: Pool, given: Any, i: int) -> Gen
                 params = replace(params, do_sample=parameters.do_sample is not False)
             num_texts = params.n
         check_no_logits(params)
-        name = params.name("n")
-        given_n = f"Given: {quoted(num_texts)}"
-        refuse((num_texts > 1, f"`{name}` must be 1: each instance has one prediction. {given_n}", name))
+        words = f"`n` must be 1: each instance has one prediction. Given: {quoted(num_texts)}"
+        with params.naming():
+            refuse((num_texts > 1, words, "n"))
     except ApiError as error:
         text = f"`{where}`: {error.text}"
         raise ApiError(error.status, error.error_type, text, where, error.code) from error

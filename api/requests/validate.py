@@ -2,15 +2,16 @@
 are refused by the name of the field at fault. What cannot stand beside a beam search is here, too.
 """
 
+import contextlib
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import BaseModel
 
 from api.answers.answer import Rendering
-from api.errors import ApiError, invalid, quoted, refuse, too_long, unavailable
+from api.errors import ApiError, invalid, quoted, refuse, renamed, too_long, unavailable
 from api.event_loop import offload
 from api.grammar.compile import Grammar, compile_grammar
 from api.prompts.chat_template import Rendered
@@ -113,7 +114,7 @@ class GenerationParams:
         adapter: the key of its adapter, where that is another one than its answer's.
         rendering: how its answer is rendered.
         prefix: the text that its answers begin with; None is the prompt, as it is after `truncate`.
-        names: a parameter's name here → its name in this API, where that is another one.
+        names: patterns of names that errors have here → names in this API, where these are others.
     """
 
     prompt: Rendered | None = None
@@ -149,9 +150,13 @@ class GenerationParams:
         part = next(part for part in (self, self.stopping, self.sampling) if hasattr(part, name))
         return getattr(part, name)
 
-    def name(self, field: str) -> str:
-        """A parameter as the client wrote it."""
-        return self.names.get(field, field)
+    @contextlib.contextmanager
+    def naming(self) -> Iterator[None]:
+        """Errors name parameters as the client wrote them."""
+        try:
+            yield
+        except ApiError as error:
+            raise renamed(error, self.names) from error
 
 
 # --- sampling -----------------------------------------------------------------------------------------------
@@ -210,7 +215,7 @@ async def validate(
     Args:
         seed: of parameters without one; None draws one.
     """
-    with tracing.span("validate"):
+    with tracing.span("validate"), params.naming():
         check_generates(limits)
         check(params, limits, tokenizer)
         params = replace(params, seed=seed) if params.seed is None else params
@@ -227,7 +232,7 @@ async def show_pictures(
     """The parameters with the placeholders of pictures in the text, and the pictures; None for a prompt
     without any. Raises ApiError.
     """
-    prompt, sources, field = params.prompt, params.pictures, params.name("prompt")
+    prompt, sources, field = params.prompt, params.pictures, "prompt"
     if prompt is not None and params.has_inline_pictures:
         text, sources = pictures.inline(prompt.text, field)
         prompt = Rendered(text)
@@ -291,19 +296,19 @@ def check(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -
     ids, least = params.sampling.allowed_token_ids, params.stopping.min_new_tokens
     if ids and params.grammar is not None:
         words = "and a structured output or forced calls exclude each other"
-        raise invalid_field(params, "allowed_token_ids", words)
+        raise invalid_field("allowed_token_ids", words)
     ends = {*params.stopping.stop_ids, *(() if params.stopping.ignore_eos else tokenizer.ending_ids)}
     if ids and least and ends.issuperset(ids):
-        words = f"has no token that may come before `{params.name('min_new_tokens')}`"
-        raise invalid_field(params, "allowed_token_ids", words)
+        words = "has no token that may come before `min_new_tokens`"
+        raise invalid_field("allowed_token_ids", words)
     for name in ("prompt_logprobs", "return_context_logits"):
         given = params.value(name)
         if tokenizer.starting_ids and given is not None and given is not False:  # its encoder predicts none
-            raise invalid_field(params, name, "is not served with an encoder-decoder model")
+            raise invalid_field(name, "is not served with an encoder-decoder model")
     most = limits.settings.max_top_n_tokens
     for name in ("top_n_tokens", "prompt_logprobs"):
         if (number := params.value(name) or 0) > most:
-            raise invalid_field(params, name, f"must be at most {most}. Given: {quoted(number)}")
+            raise invalid_field(name, f"must be at most {most}. Given: {quoted(number)}")
     check_beams(params, limits)
     check_ranks(params, limits)
 
@@ -323,28 +328,28 @@ def check_lists(params: GenerationParams, limits: Limits, tokenizer: ModelTokeni
     }
     for name, (number, what) in most.items():
         if (given := len(params.value(name))) > number:
-            raise invalid_field(params, name, f"supports up to {number} {what}. Given: {given}")
+            raise invalid_field(name, f"supports up to {number} {what}. Given: {given}")
     for name in LISTS_OF_IDS:
-        check_ids(params.name(name), params.value(name), tokenizer)
+        check_ids(name, params.value(name), tokenizer)
     biased = [token_id for token_id, _ in params.sampling.logit_bias]
-    check_ids(params.name("logit_bias"), biased, tokenizer)
+    check_ids("logit_bias", biased, tokenizer)
 
 
 def check_items(params: GenerationParams) -> None:
     """Stop strings, biases and bad words, one by one."""
     stops = params.stopping.stop
     if "" in stops:
-        raise invalid_field(params, "stop", "must not have an empty stop sequence")
+        raise invalid_field("stop", "must not have an empty stop sequence")
     if (longest := max(map(len, stops), default=0)) > MAX_STOP_CHARS:
         words = f"must have stop sequences of at most {MAX_STOP_CHARS} characters. Given: {longest}"
-        raise invalid_field(params, "stop", words)
+        raise invalid_field("stop", words)
     for _, value in params.sampling.logit_bias:
         if not BIASES.holds(value):
-            raise invalid_field(params, "logit_bias", f"must have values of {BIASES}. Given: {quoted(value)}")
+            raise invalid_field("logit_bias", f"must have values of {BIASES}. Given: {quoted(value)}")
     for word in params.bad_words:
         if not 0 < len(word.strip()) <= len(word) <= MAX_BAD_WORD_CHARS:
             words = f"must have words of 1 to {MAX_BAD_WORD_CHARS} characters. Given: {len(word.strip())}"
-            raise invalid_field(params, "bad_words", words)
+            raise invalid_field("bad_words", words)
 
 
 # --- prompt and lengths -------------------------------------------------------------------------------------
@@ -366,7 +371,7 @@ async def encode_prompt(params: GenerationParams, limits: Limits, tokenizer: Mod
     field = "prompt" if params.prompt_ids is None else "prompt_ids"
     if params.truncate is not None and params.truncate > limits.max_input_tokens:
         raise invalid_field(
-            params, "truncate", f"must be at most {limits.max_input_tokens}. Given: {quoted(params.truncate)}"
+            "truncate", f"must be at most {limits.max_input_tokens}. Given: {quoted(params.truncate)}"
         )
     if params.prompt_ids is not None:
         ids = params.prompt_ids
@@ -374,26 +379,24 @@ async def encode_prompt(params: GenerationParams, limits: Limits, tokenizer: Mod
         if params.truncate is None and tokenizer.bound is not None:  # one that cannot fit is not tokenized
             num_tokens = tokenizer.bound.least_tokens(params.prompt.text)
             if num_tokens > limits.max_input_tokens:
-                raise too_many_tokens(params, field, f"at least {num_tokens}", limits)
+                raise too_many_tokens(field, f"at least {num_tokens}", limits)
         ids = await tokenizer.encode_prompt(params.prompt, params.add_special_tokens)
     else:
-        raise invalid_field(params, field, "cannot be empty")
+        raise invalid_field(field, "cannot be empty")
     ids = ids[-(params.truncate or 0) :]
     if not ids:
-        raise invalid_field(params, field, "has no tokens")
+        raise invalid_field(field, "has no tokens")
     ids = [*ids, *tokenizer.starting_ids]
     if len(ids) > limits.max_input_tokens:
-        raise too_many_tokens(params, field, str(len(ids)), limits)
+        raise too_many_tokens(field, str(len(ids)), limits)
     if params.prompt_ids is not None:
-        check_ids(params.name(field), ids, tokenizer)
+        check_ids(field, ids, tokenizer)
     return ids
 
 
-def too_many_tokens(params: GenerationParams, field: str, given: str, limits: Limits) -> ApiError:
-    name, most = params.name(field), limits.max_input_tokens
-    return too_long(
-        f"`{name}` must have at most {most} tokens. Given: {given}", name, limits.max_total_tokens
-    )
+def too_many_tokens(field: str, given: str, limits: Limits) -> ApiError:
+    words = f"`{field}` must have at most {limits.max_input_tokens} tokens. Given: {given}"
+    return too_long(words, field, limits.max_total_tokens)
 
 
 def max_new_tokens(params: GenerationParams, num_prompt_tokens: int, limits: Limits) -> int:
@@ -405,17 +408,16 @@ def max_new_tokens(params: GenerationParams, num_prompt_tokens: int, limits: Lim
     if most > room and params.cuts_to_room:
         most = max(1, room)
     if most > room:
-        name = params.name("max_new_tokens")
-        prompt_name = params.name("prompt" if params.prompt_ids is None else "prompt_ids")
+        prompt = "prompt" if params.prompt_ids is None else "prompt_ids"
         raise too_long(
-            f"`{prompt_name}` tokens + `{name}` must be at most {limits.max_total_tokens}. "
-            f"Given: {num_prompt_tokens} `{prompt_name}` tokens and {quoted(most)} `{name}`",
-            name,
+            f"`{prompt}` tokens + `max_new_tokens` must be at most {limits.max_total_tokens}. "
+            f"Given: {num_prompt_tokens} `{prompt}` tokens and {quoted(most)} `max_new_tokens`",
+            "max_new_tokens",
             limits.max_total_tokens,
         )
     most = most or min(room, max(1, most_of_beams(params, num_prompt_tokens, limits)))
     if least > most:
-        raise invalid_field(params, "min_new_tokens", f"must be at most {most}. Given: {quoted(least)}")
+        raise invalid_field("min_new_tokens", f"must be at most {most}. Given: {quoted(least)}")
     return most
 
 
@@ -430,9 +432,9 @@ def check_ids(field: str, ids: Collection[int], tokenizer: ModelTokenizer) -> No
 # --- errors -------------------------------------------------------------------------------------------------
 
 
-def invalid_field(params: GenerationParams, field: str, words: str) -> ApiError:
+def invalid_field(field: str, words: str) -> ApiError:
     """`words` continue a sentence that begins with the field's name."""
-    return invalid(f"`{params.name(field)}` {words}", params.name(field))
+    return invalid(f"`{field}` {words}", field)
 
 
 # --- logits -------------------------------------------------------------------------------------------------
@@ -499,31 +501,31 @@ def check_beams(params: GenerationParams, limits: Limits) -> None:
     for name, value, top, why in numbers:
         if not 1 <= value <= top:
             words = f"must be at least 1 and at most {top}{why}. Given: {quoted(value)}"
-            raise invalid_field(params, name, words)
+            raise invalid_field(name, words)
     if beams.early_stopping < 0:
-        raise invalid_field(params, "early_stopping", f"must be at least 0. Given: {beams.early_stopping}")
+        raise invalid_field("early_stopping", f"must be at least 0. Given: {beams.early_stopping}")
     is_greedy = params.sampling.temperature < GREEDY_BELOW
     drawn = [name for name in switched_on(params) if name != "temperature" or not is_greedy]
     given = [name for name, (neutral, _) in BESIDE_BEAMS.items() if params.value(name) != neutral]
     for name in given + drawn:
         _, why = BESIDE_BEAMS.get(name, BESIDE_BEAMS["do_sample"])
-        raise invalid_field(params, name, f"and a beam search exclude each other: {why}")
+        raise invalid_field(name, f"and a beam search exclude each other: {why}")
 
 
 def check_ranks(params: GenerationParams, limits: Limits) -> None:
     """Raises ApiError (422) if several texts cannot be ranked, or would all be the same."""
     if not params.ranks or params.n == 1:
         return
-    most, name, given = limits.settings.max_best_of, params.name("n"), f"Given: {params.n}"
+    most, given = limits.settings.max_best_of, f"Given: {params.n}"
     logits = params.return_context_logits or params.return_generation_logits
-    needs_logprobs = f"`{name}` above 1 compares log-probabilities: `logprobs_mode` must not be logits"
-    needs_sampling = f"`{name}` above 1 needs sampling: set one of `do_sample`, {SWITCH_NAMES}"
+    needs_logprobs = "`n` above 1 compares log-probabilities: `logprobs_mode` must not be logits"
+    needs_sampling = f"`n` above 1 needs sampling: set one of `do_sample`, {SWITCH_NAMES}"
     refuse(
-        (params.n > most, f"`{name}` must be at most {most}. {given}", name),
-        (not draws(params), needs_sampling, name),
-        (params.seed is not None, f"`seed` must not be set when `{name}` is above 1", "seed"),
-        (params.sampling.report_logits, needs_logprobs, name),
-        (logits, f"`{name}` must be 1 when logits are returned. {given}", name),
+        (params.n > most, f"`n` must be at most {most}. {given}", "n"),
+        (not draws(params), needs_sampling, "n"),
+        (params.seed is not None, "`seed` must not be set when `n` is above 1", "seed"),
+        (params.sampling.report_logits, needs_logprobs, "n"),
+        (logits, f"`n` must be 1 when logits are returned. {given}", "n"),
     )
 
 
@@ -551,13 +553,10 @@ def searched_beams(
         return None
     why = "a worker's KV cache holds the prompt once, and the new tokens of each sequence"
     if most < 1:
-        name, widest = params.name("beam_width"), limits.num_blocks - num_prompt // limits.block_size
-        raise invalid(
-            f"`{name}` must be at most {widest} with this prompt: {why}. Given: {beams.width}", name
-        )
+        widest = limits.num_blocks - num_prompt // limits.block_size
+        words = f"must be at most {widest} with this prompt: {why}. Given: {beams.width}"
+        raise invalid_field("beam_width", words)
     if num_new > most:
-        name, width = params.name("max_new_tokens"), params.name("beam_width")
-        raise invalid(
-            f"`{name}` must be at most {most} with this prompt and `{width}`: {why}. Given: {num_new}", name
-        )
+        words = f"must be at most {most} with this prompt and `beam_width`: {why}. Given: {num_new}"
+        raise invalid_field("max_new_tokens", words)
     return beams
