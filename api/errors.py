@@ -45,6 +45,10 @@ ADMITTED = (408, 424)
 """Statuses of requests that were admitted and then failed, or missed their deadline."""
 
 
+NAMED = re.compile("`([^`]+)`")
+"""The name of a field in an error."""
+
+
 def cut(text: str) -> str:
     """The beginning of what a client wrote, for an error that repeats it."""
     return text if len(text) <= MAX_QUOTED_CHARS else f"{text[:MAX_QUOTED_CHARS]}…"
@@ -121,18 +125,20 @@ def anthropic(error: ApiError) -> tuple[int, dict[str, Any]]:
 
 
 def invalid(detail: str, param: str | None = None) -> ApiError:
-    return ApiError(422, "validation", detail, param)
+    """What is wrong with a field: by default the first one that `detail` names."""
+    named = NAMED.search(detail)
+    return ApiError(422, "validation", detail, param or (named and named[1]))
 
 
-def refuse(*cases: tuple[object, str, str]) -> None:
+def refuse(*cases: tuple[object, *tuple[str, ...]]) -> None:
     """Raises ApiError (422) for the first case that there is.
 
     Args:
-        cases: whether it is there, what is wrong, and the field at fault.
+        cases: whether it is there, and what `invalid` is told.
     """
-    for is_there, detail, param in cases:
+    for is_there, *about in cases:
         if is_there:
-            raise invalid(detail, param)
+            raise invalid(*about)
 
 
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
@@ -147,7 +153,7 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
         return next((match.expand(names[match.re.pattern]) for match in found if match), field)
 
     other = copy.copy(error)
-    other.text = re.sub("`([^`]+)`", lambda quoted: f"`{rename(quoted[1])}`", error.text)
+    other.text = NAMED.sub(lambda quoted: f"`{rename(quoted[1])}`", error.text)
     other.param = error.param and rename(error.param)
     return other
 

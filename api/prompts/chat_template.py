@@ -99,7 +99,7 @@ class ControlTexts:
         }
         free = (guard for guard in GUARDS if guard not in taken and escaped(guard)[2:] not in taken)
         if (guard := next(free, None)) is None:
-            raise invalid("`messages` has every private-use character: one must be left", "messages")
+            raise invalid("`messages` has every private-use character: one must be left")
         return guard
 
     def guarded(self, given: Any, guard: str) -> Any:
@@ -203,7 +203,7 @@ class PlainCopy:
         parts = prompt.guarded.split(prompt.guard)
         text, guards = "".join(parts), [*accumulate(map(len, parts))][:-1]
         if any(alias in text for alias in self.aliases.values()):
-            raise invalid("`messages` has private-use characters that are reserved here", "messages")
+            raise invalid("`messages` has private-use characters that are reserved here")
         pieces, done = [], 0
         for token_id, start, end in self.control_tokens(text):
             if bisect_right(guards, start) == bisect_right(guards, end):  # none of it is a client's

@@ -59,7 +59,7 @@ def read_part(part: Mapping[str, Any], field: str) -> PictureSource:
     """The source of a part that is a picture. Raises ApiError."""
     kind = part.get("type")
     if part.get("file_id") is not None:
-        raise invalid(f"`{field}.file_id` is not supported: there is no store of files", f"{field}.file_id")
+        raise invalid(f"`{field}.file_id` is not supported: there is no store of files")
     given = part.get("image_url") if kind != "image" else part.get("url", part.get("image"))
     detail = part.get("detail")
     name = f"{field}.{'image_url' if kind != 'image' else 'url'}"
@@ -67,12 +67,9 @@ def read_part(part: Mapping[str, Any], field: str) -> PictureSource:
         detail = given.get("detail", detail)
         given, name = given.get("url"), f"{name}.url"
     if not isinstance(given, str):
-        raise invalid(f"`{name}` must be a string, the URL of a picture", name)
+        raise invalid(f"`{name}` must be a string, the URL of a picture")
     if detail is not None and detail not in DETAILS:
-        raise invalid(
-            f"`{field}.detail` must be one of {', '.join(DETAILS)}. Given: {quoted(detail)}",
-            f"{field}.detail",
-        )
+        raise invalid(f"`{field}.detail` must be one of {', '.join(DETAILS)}. Given: {quoted(detail)}")
     return PictureSource(given, name)
 
 
@@ -325,7 +322,7 @@ class ShownPictures:
         try:
             return placed(ids, self.layout, digests, texts)
         except PictureError as error:
-            raise invalid(f"`{self.field}`: {error}", self.field) from error
+            raise invalid(f"`{self.field}`: {error}") from error
 
 
 class PicturePrompts:
@@ -353,12 +350,12 @@ class PicturePrompts:
         """
         layout, first = self.layout, sources[0].field
         if layout is None or not sees:
-            raise invalid(f"`{first}` is a picture: this model takes text only", first)
+            raise invalid(f"`{first}` is a picture: this model takes text only")
         loaded = await self.load(sources, layout)
         try:
             text = expanded(prompt.guarded, layout.marker, [one.text for one in loaded])
         except PictureError as error:
-            raise invalid(f"`{field}`: {error}", field) from error
+            raise invalid(f"`{field}`: {error}") from error
         return ShownPictures(prompt._replace(guarded=text), loaded, layout, field)
 
     def inline(self, text: str, field: str) -> tuple[str, list[PictureSource]]:
@@ -412,7 +409,7 @@ class PicturePrompts:
             content = b"" if is_own else await self.fetcher.fetch(source.url)
             return await asyncio.get_running_loop().run_in_executor(self.threads, check, content)
         except PictureError as error:
-            raise invalid(f"`{source.field}` {error}", source.field) from error
+            raise invalid(f"`{source.field}` {error}") from error
 
     # --- keep -----------------------------------------------------------------------------------------------
 

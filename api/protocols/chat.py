@@ -208,11 +208,7 @@ class ChatRequest(OpenAIRequest):
                 "`max_tokens` and `max_completion_tokens` differ: give one of them",
                 "max_completion_tokens",
             ),
-            (
-                self.top_logprobs and not self.logprobs,
-                "`top_logprobs` needs `logprobs`: true",
-                "top_logprobs",
-            ),
+            (self.top_logprobs and not self.logprobs, "`top_logprobs` needs `logprobs`: true"),
         )
 
 
@@ -255,7 +251,7 @@ def choose(
     """
     tools = tools_of(functions, field)
     if not tools and choice not in (None, "none", "auto"):
-        raise invalid(f"`{choice_field}` is only allowed with `{field}`", choice_field)
+        raise invalid(f"`{choice_field}` is only allowed with `{field}`")
     if not tools or choice == "none":
         return None
     shown = []  # as chat templates expect tools
@@ -278,10 +274,10 @@ def allow_tools(found: ToolChoice, tools: Mapping[str, Tool], allowed: Any, fiel
     """The choice `{"mode": …, "tools": […]}`. Raises ApiError."""
     mode = allowed.get("mode", "auto") if isinstance(allowed, Mapping) else None
     if mode not in ("auto", "required"):
-        raise invalid(f"`{field}.mode` must be auto or required", f"{field}.mode")
+        raise invalid(f"`{field}.mode` must be auto or required")
     listed = allowed.get("tools")
     if not isinstance(listed, list) or not listed:
-        raise invalid(f"`{field}.tools` must be a list of tools that is not empty", f"{field}.tools")
+        raise invalid(f"`{field}.tools` must be a list of tools that is not empty")
     may_call = [tool_of(tools, one, f"{field}.tools[{i}]") for i, one in enumerate(listed)]
     callable = tuple({tool.name: tool for tool in may_call}.values())
     return replace(found, callable=callable, is_forced=mode == "required")
@@ -297,28 +293,28 @@ def tool_of(tools: Mapping[str, Tool], choice: Any, field: str) -> Tool:
         name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
         words = f'must be one of {", ".join(CHOICES)}, or `{{"type": "function", "function": {{"name": …}}}}`'
-        raise invalid(f"`{field}` {words}", field)
+        raise invalid(f"`{field}` {words}")
     if name not in tools:
-        raise invalid(f"`{field}` names {quoted(name)}, which is not among {cut(', '.join(tools))}", field)
+        raise invalid(f"`{field}` names {quoted(name)}, which is not among {cut(', '.join(tools))}")
     return tools[name]
 
 
 def tools_of(functions: Sequence[FunctionSchema], field: str) -> dict[str, Tool]:
     """The functions as tools, by name. Raises ApiError."""
     if len(functions) > MAX_TOOLS:
-        raise invalid(f"`{field}` supports up to {MAX_TOOLS} functions. Given: {len(functions)}", field)
+        raise invalid(f"`{field}` supports up to {MAX_TOOLS} functions. Given: {len(functions)}")
     tools: dict[str, Tool] = {}
     for one in functions:
         if not FUNCTION_NAME.fullmatch(one.name):
             words = "must have names of 1 to 128 letters, digits and _ . : / -"
-            raise invalid(f"`{field}` {words}. Given: {quoted(one.name)}", field)
+            raise invalid(f"`{field}` {words}. Given: {quoted(one.name)}")
         if one.name in tools:
-            raise invalid(f"`{field}` has the name {quoted(one.name)} twice", field)
+            raise invalid(f"`{field}` has the name {quoted(one.name)} twice")
         kind = parameters_of(one).get("type", "object")
         if "object" not in (kind if isinstance(kind, list) else [kind]):
             parameters = f"{field}.{one.name}.parameters"
             words = f"must be the JSON schema of an object. Given the type: {quoted(kind)}"
-            raise invalid(f"`{parameters}` {words}", parameters)
+            raise invalid(f"`{parameters}` {words}")
         tools[one.name] = Tool(one.name, parameters_of(one), bool(one.strict))
     return tools
 
@@ -332,7 +328,7 @@ def tool_choice(body: ChatRequest) -> ToolChoice | None:
     older = [name for name in ("functions", "function_call") if getattr(body, name)]
     newer = [name for name in ("tools", "tool_choice") if getattr(body, name)]
     if older and newer:
-        raise invalid(f"`{older[0]}` and `{newer[0]}` exclude each other", older[0])
+        raise invalid(f"`{older[0]}` and `{newer[0]}` exclude each other")
     if not older:
         functions = [tool.function for tool in body.tools or []]
         found = choose(functions, body.tool_choice, "tools", "tool_choice")
@@ -341,7 +337,7 @@ def tool_choice(body: ChatRequest) -> ToolChoice | None:
     if isinstance(choice, Mapping):
         choice = {"type": "function", "function": choice}
     elif choice not in (None, "none", "auto"):
-        raise invalid("`function_call` must be none, auto, or an object with a `name`", "function_call")
+        raise invalid("`function_call` must be none, auto, or an object with a `name`")
     found = choose(body.functions or [], choice, "functions", "function_call")
     return found and replace(found, parallel=False, is_older=True)
 
@@ -353,10 +349,7 @@ def continues_last_message(body: ChatRequest, by_default: bool) -> bool:
         by_default: the answer if no field says it.
     """
     if body.continue_final_message and body.add_generation_prompt:
-        raise invalid(
-            "`continue_final_message` and `add_generation_prompt` exclude each other",
-            "continue_final_message",
-        )
+        raise invalid("`continue_final_message` and `add_generation_prompt` exclude each other")
     if body.continue_final_message is not None:
         return body.continue_final_message
     last = body.messages[-1]
@@ -389,7 +382,7 @@ def template_message(one: ChatMessage, name: str, call_id: str, sees: bool) -> d
     """
     if one.has_calls and one.role != "assistant":
         field = "tool_calls" if one.tool_calls else "function_call"
-        raise invalid(f"`{name}.{field}` is for the role `assistant`", f"{name}.{field}")
+        raise invalid(f"`{name}.{field}` is for the role `assistant`")
     found: dict[str, Any] = {"role": "tool" if one.role == "function" else one.role}
     content = one.content
     if content is None and one.role == "assistant":
@@ -422,7 +415,7 @@ def join_parts(
 ) -> str:
     """The text of a message's content, whose parts are joined. Raises ApiError."""
     if content is None:
-        raise invalid(f"`{name}` is required", name)
+        raise invalid(f"`{name}` is required")
     if isinstance(content, str):
         return content
     return "".join(part_text(part, f"{name}[{i}]", name, may_refuse, sees) for i, part in enumerate(content))
@@ -468,12 +461,12 @@ def render_prompt(
     if continues and tools is not None and tools.is_forced:
         raise invalid("`continue_final_message` and a forced `tool_choice` exclude each other", "tool_choice")
     if not messages:
-        raise invalid("`messages` cannot be empty", "messages")
+        raise invalid("`messages` cannot be empty")
     if template is None:
         raise template_error("this model has no chat template: use /v1/completions or /generate")
     for name in OWN_VARIABLES:
         if name in variables:
-            raise invalid(f"`chat_template_kwargs` cannot have `{name}`", "chat_template_kwargs")
+            raise invalid(f"`chat_template_kwargs` cannot have `{name}`")
     variables = reasoning_variables(body.reasoning_effort, variables, template)
     if "developer" not in template.source:
         messages = [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
@@ -585,10 +578,7 @@ def reasoning_variables(
     if effort is None:
         return dict(variables)
     if effort not in EFFORTS:
-        raise invalid(
-            f"`reasoning_effort` must be one of {', '.join(EFFORTS)}. Given: {quoted(effort)}",
-            "reasoning_effort",
-        )
+        raise invalid(f"`reasoning_effort` must be one of {', '.join(EFFORTS)}. Given: {quoted(effort)}")
     values = {"reasoning_effort": effort} | dict.fromkeys(REASONING_SWITCHES, effort != "none")
     return {name: value for name, value in values.items() if name in template.variables} | dict(variables)
 

@@ -116,7 +116,7 @@ def params_of(text: str, name: str, parameters: KServeParameters, streamed: bool
     used = {own: alias for alias, own in ALIASES.items() if getattr(parameters, alias) is not None}
     for own, alias in used.items():
         if getattr(parameters, own) is not None:
-            raise invalid(f"`{alias}` means the same as `{own}`, which is given, too", alias)
+            raise invalid(f"`{alias}` means the same as `{own}`, which is given, too")
     full_text = parameters.return_full_text or parameters.exclude_input_in_output is False
     params = parameters.of_prompt(text, streamed, full_text, TGI_NAMES | used | {"prompt": name})
     check_no_logits(params)
@@ -124,7 +124,7 @@ def params_of(text: str, name: str, parameters: KServeParameters, streamed: bool
         return params
     if streamed:
         words = "is served whole on …/generate: its texts come at the end"
-        raise invalid(f"`beam_width` {words}", "beam_width")
+        raise invalid(f"`beam_width` {words}")
     return replace(params, beams=replace(params.beams, num_returned=1))
 
 
@@ -169,10 +169,10 @@ class InferTensor(Strict):
                 why = f"`{where}.data` must be texts, or the bytes of one text in UTF-8: {error}"
                 raise invalid(why, f"{where}.data") from error
         if not all(isinstance(item, str) for item in items):
-            raise invalid(f"`{where}.data` must be texts, or the bytes of one text", f"{where}.data")
+            raise invalid(f"`{where}.data` must be texts, or the bytes of one text")
         if len(items) != math.prod(self.shape):
             size = math.prod(self.shape)
-            raise invalid(f"`{where}.shape` means {size} texts. Given: {len(items)}", f"{where}.shape")
+            raise invalid(f"`{where}.shape` means {size} texts. Given: {len(items)}")
         return items
 
     @property
@@ -224,16 +224,12 @@ class InferRequest(GenerateBody):
             for i, output in enumerate(self.outputs or ())
         ]
         refuse(
-            (parameters.stream, "`stream` must be false on this path: see …/generate_stream", "stream"),
+            (parameters.stream, "`stream` must be false on this path: see …/generate_stream"),
             *(
-                (
-                    getattr(parameters, name),
-                    f"`{name}` has no place in an output of text: see …/generate",
-                    name,
-                )
+                (getattr(parameters, name), f"`{name}` has no place in an output of text: see …/generate")
                 for name in WITHOUT_PLACE
             ),
-            *((given, f"`{field}` must be false: tensors are JSON", field) for field, given in binary),
+            *((given, f"`{field}` must be false: tensors are JSON") for field, given in binary),
             (len(self.output_names) != len(self.inputs), "Inputs and outputs length mismatch", "outputs"),
         )
 
@@ -403,7 +399,7 @@ async def read_generate(body: KServeGenerateRequest, context: Context) -> Asked:
     parameters, streamed = body.parameters, context.streamed
     if parameters.stream not in (None, streamed):
         word, other = ("true", "generate") if streamed else ("false", "generate_stream")
-        raise invalid(f"`stream` must be {word} on this path: see …/{other}", "stream")
+        raise invalid(f"`stream` must be {word} on this path: see …/{other}")
     return await context.ask([params_of(body.text_input, "text_input", parameters, streamed)])
 
 

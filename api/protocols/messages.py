@@ -216,7 +216,7 @@ class CountTokensRequest(ServedFields):
         tier = TIERS_OF_ANTHROPIC.get(given, given) if given is not None else None
         if tier is not None and tier not in TIERS:
             allowed = ", ".join((*TIERS_OF_ANTHROPIC, *TIERS))
-            raise invalid(f"`service_tier` must be one of {allowed}", "service_tier")
+            raise invalid(f"`service_tier` must be one of {allowed}")
         return tier
 
 
@@ -313,7 +313,7 @@ def to_tools(tools: Sequence[ClientTool]) -> list[ToolSchema]:
             continue
         for name, value in (("name", tool.name), ("input_schema", tool.input_schema)):
             if value is None:
-                raise invalid(f"`tools[{i}].{name}` is required", f"tools[{i}].{name}")
+                raise invalid(f"`tools[{i}].{name}` is required")
         function = FunctionSchema(
             name=tool.name or "",
             description=tool.description,
@@ -332,7 +332,7 @@ def to_choice(choice: ChosenTool, tools: Sequence[ClientTool]) -> str | dict[str
             raise invalid(text, "tool_choice")
         return CHOICES[choice.type]
     if choice.name is None:
-        raise invalid("`tool_choice.name` is required", "tool_choice.name")
+        raise invalid("`tool_choice.name` is required")
     if any(tool.name == choice.name and not tool.is_callable for tool in tools):
         text = (
             f"`tool_choice` forces {quoted(choice.name)}, a tool that cannot be called here: it is built in"
@@ -373,7 +373,7 @@ def named_blocks(content: str | Sequence[InputBlock], name: str) -> list[NamedBl
     for place, block in named:
         for field in NEEDED.get(block.type, ()):
             if getattr(block, field) is None:
-                raise invalid(f"`{place}.{field}` is required", f"{place}.{field}")
+                raise invalid(f"`{place}.{field}` is required")
     return named
 
 
@@ -412,7 +412,7 @@ def tool_message(block: InputBlock, name: str) -> dict[str, Any]:
     try:
         inner = BLOCKS.validate_python(given, strict=True)
     except ValidationError as error:
-        raise invalid(f"`{name}.content`: {schema_error(error).text}", f"{name}.content") from error
+        raise invalid(f"`{name}.content`: {schema_error(error).text}") from error
     parts = (to_part(one, inner_name) for inner_name, one in named_blocks(inner, f"{name}.content"))
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": join_parts(parts)}
 
@@ -457,14 +457,14 @@ def to_part(block: InputBlock, name: str) -> Part:
         case ("image" | "document") as kind, _:
             allowed = "base64, url" if kind == "image" else "text"
             field = f"{name}.source.type"
-            raise invalid(f"`{field}` must be one of {allowed}. Given: {quoted(source.get('type'))}", field)
+            raise invalid(f"`{field}` must be one of {allowed}. Given: {quoted(source.get('type'))}")
     raise unknown_block(block, name, "text, image, document, tool_result")
 
 
 def source_value(source: Mapping[str, Any], key: str, name: str) -> str:
     value = source.get(key)
     if not isinstance(value, str):
-        raise invalid(f"`{name}.source.{key}` must be a string", f"{name}.source.{key}")
+        raise invalid(f"`{name}.source.{key}` must be a string")
     return value
 
 
@@ -483,7 +483,7 @@ def join_parts(parts: Iterable[Part]) -> str | list[Part]:
 
 def unknown_block(block: InputBlock, name: str, allowed: str) -> ApiError:
     field = f"{name}.type"
-    return invalid(f"`{field}` must be one of {allowed}. Given: {quoted(block.type)}", field)
+    return invalid(f"`{field}` must be one of {allowed}. Given: {quoted(block.type)}")
 
 
 # --- answers ------------------------------------------------------------------------------------------------

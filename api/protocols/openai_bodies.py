@@ -237,23 +237,16 @@ class OpenAIRequest(ServedFields, BeamFields):
             (
                 self.stream_options is not None and not self.stream,
                 "`stream_options` is only allowed with `stream`: true",
-                "stream_options",
             ),
-            (
-                self.stream and self.prompt_logprobs,
-                "`prompt_logprobs` must be 0 when tokens are streamed",
-                "prompt_logprobs",
-            ),
+            (self.stream and self.prompt_logprobs, "`prompt_logprobs` must be 0 when tokens are streamed"),
             *streamed_logits(self, self.stream),
             (
                 width is not None and self.use_beam_search is False,
                 "`use_beam_search`: false and `beam_width` exclude each other",
-                "use_beam_search",
             ),
             (
                 self.best_of not in ((None, 1, self.n) if width is None else (None, width)),
                 f"`best_of` must be {words}. Given: {quoted(self.best_of)}",
-                "best_of",
             ),
         )
 
@@ -276,15 +269,10 @@ class CompletionRequest(OpenAIRequest):
     def check(self) -> None:
         super().check()
         refuse(
-            (
-                self.max_tokens == 0 and not self.echo,
-                "`max_tokens` must be at least 1. Given: 0",
-                "max_tokens",
-            ),
+            (self.max_tokens == 0 and not self.echo, "`max_tokens` must be at least 1. Given: 0"),
             (
                 self.shows_prompt_only and self.search_width is not None,
                 "`max_tokens` must be at least 1 in a beam search",
-                "max_tokens",
             ),
         )
 

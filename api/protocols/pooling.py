@@ -217,7 +217,7 @@ async def ask_for(
         await pace.step()
     need, most = sum(request.logits_bytes for request in requests), MAX_LOGITS_BYTES
     if need > most:
-        raise invalid(f"`{name}` may have at most {most} bytes of vectors. Given: {need} bytes", name)
+        raise invalid(f"`{name}` may have at most {most} bytes of vectors. Given: {need} bytes")
     return Asked(requests, [""] * len(requests), num_chars=num_chars, parts={"vectors": shown})
 
 
@@ -227,11 +227,11 @@ async def make_request(pool: Pool, one: PoolingInput, body: PoolingFields) -> Ge
     assert pooling is not None
     most, cut_to, name = limits.max_input_tokens, body.truncate_prompt_tokens, "truncate_prompt_tokens"
     if cut_to is not None and cut_to > most:
-        raise invalid(f"`{name}` must be at most {most}. Given: {quoted(cut_to)}", name)
+        raise invalid(f"`{name}` must be at most {most}. Given: {quoted(cut_to)}")
     cut_to = most if cut_to == -1 else cut_to
     ids, pair_start = await encode(pool, pooling, one, body, cut_to)
     if not ids:
-        raise invalid(f"`{one.where}` cannot be empty", one.where)
+        raise invalid(f"`{one.where}` cannot be empty")
     if len(ids) > most:
         words = f"`{one.where}` must have at most {most} tokens. Given: {len(ids)}"
         raise too_long(words, one.where, most)
@@ -263,7 +263,7 @@ async def encode(
         kept = len(one.ids) if cut_to is None else min(cut_to, len(one.ids))
         return [*(one.ids[:kept] if body.truncation_side != "left" else one.ids[len(one.ids) - kept :])], 0
     if not one.text and one.pair is None:
-        raise invalid(f"`{one.where}` cannot be empty", one.where)
+        raise invalid(f"`{one.where}` cannot be empty")
     texts = [one.text, *([] if one.pair is None else [one.pair])]
     texts = [text.lower() for text in texts] if pooling.lowers else texts
     backend = pool.tokenizer.backend
@@ -432,7 +432,7 @@ async def read_embedding(parsed: EmbeddingRequest, context: Context) -> Asked:
     if own.kind != EMBED:
         raise invalid(f"`{name}` is {own.label}, and {context.route} needs an embedding model", "model")
     if (dimensions := parsed.dimensions) is not None and dimensions > own.size:
-        raise invalid(f"`dimensions` must be at most {own.size}. Given: {dimensions}", "dimensions")
+        raise invalid(f"`dimensions` must be at most {own.size}. Given: {dimensions}")
     shown = VectorAnswer(
         AS_EMBEDDINGS,
         base64=parsed.encoding_format == "base64",
@@ -456,8 +456,7 @@ async def read_score(parsed: ScoreRequest, context: Context) -> Asked:
     first, second = ([one] if isinstance(one, str) else list(one) for one in (parsed.text_1, parsed.text_2))
     if len(first) not in (1, len(second)):
         raise invalid(
-            f"`text_1` must be one text, or as many as `text_2` ({len(second)}). Given: {len(first)}",
-            "text_1",
+            f"`text_1` must be one text, or as many as `text_2` ({len(second)}). Given: {len(first)}"
         )
     names = ("text_1", "text_2")
     return await ask_for_pairs(context, first, second, names, parsed, VectorAnswer(AS_SCORE))

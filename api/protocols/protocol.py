@@ -100,7 +100,7 @@ class Context(NamedTuple):
         """Raises ApiError (422) for a field without prompts, or with more than a request may have."""
         most = self.pool.workers.limits.max_client_batch_size
         if not 0 < number <= most:
-            raise invalid(f"`{field}` must have 1 to {most} items. Given: {number}", field)
+            raise invalid(f"`{field}` must have 1 to {most} items. Given: {number}")
 
     async def ask(self, prompts: Sequence[GenerationParams], **own: Any) -> "Asked":
         """What a body asks for: its prompts, each with its choices, and what is its `own`. Raises ApiError,
@@ -119,7 +119,7 @@ class Context(NamedTuple):
         if self.request is not None and number > most:
             words = f"asks for {number} choices of all prompts: MAX_CONCURRENT_REQUESTS is {most}"
             with prompts[0].naming():
-                raise invalid(f"`n` {words}", "n")
+                raise invalid(f"`n` {words}")
         num_chars = sum(len(one.prompt.text) for one in prompts if one.prompt)
         return Asked(requests, prefixes, prompts[0].rendering, num_chars, **own)
 

@@ -212,7 +212,6 @@ class ResponsesRequest(ServedFields):
             (
                 self.background and not self.is_stored,
                 "`background` needs `store`: true, so that the response can be retrieved",
-                "background",
             ),
             (
                 self.background and self.resume_s is not None,
@@ -222,13 +221,8 @@ class ResponsesRequest(ServedFields):
             (
                 self.stream_options is not None and not self.stream,
                 "`stream_options` is only allowed with `stream`: true",
-                "stream_options",
             ),
-            (
-                self.top_logprobs and not self.has_logprobs,
-                f"`top_logprobs` needs `{LOGPROBS}` in `include`",
-                "top_logprobs",
-            ),
+            (self.top_logprobs and not self.has_logprobs, f"`top_logprobs` needs `{LOGPROBS}` in `include`"),
         )
 
 
@@ -252,7 +246,7 @@ def read_item(given: Mapping[str, Any], name: str, request_id: str, i: int, sees
         return {"type": kind, "id": text_of(given, "id", name)}
     if kind not in ID_PREFIXES:
         allowed = ", ".join((*ID_PREFIXES, "item_reference"))
-        raise invalid(f"`{name}.type` must be one of {allowed}. Given: {quoted(kind)}", f"{name}.type")
+        raise invalid(f"`{name}.type` must be one of {allowed}. Given: {quoted(kind)}")
     if given.get("id") is not None:
         text_of(given, "id", name)
     head = {
@@ -288,9 +282,7 @@ def kind_of(given: Mapping[str, Any]) -> str:
 def read_message(given: Mapping[str, Any], name: str, sees: bool) -> Item:
     role = given.get("role")
     if role not in ROLES:
-        raise invalid(
-            f"`{name}.role` must be one of {', '.join(ROLES)}. Given: {quoted(role)}", f"{name}.role"
-        )
+        raise invalid(f"`{name}.role` must be one of {', '.join(ROLES)}. Given: {quoted(role)}")
     content, kind = given.get("content"), "output_text" if role == "assistant" else "input_text"
     if isinstance(content, str):
         return {"role": role, "content": [new_part(content, kind)]}
@@ -300,7 +292,7 @@ def read_message(given: Mapping[str, Any], name: str, sees: bool) -> Item:
 def read_parts(given: Any, name: str, kind: str, sees: bool = False) -> list[dict[str, Any]]:
     """The parts of a content; all texts become parts of the type `kind`. Raises ApiError."""
     if not isinstance(given, list) or not all(isinstance(part, dict) for part in given):
-        raise invalid(f"`{name}` must be a text or a list of parts", name)
+        raise invalid(f"`{name}` must be a text or a list of parts")
     return [read_part(part, f"{name}[{i}]", kind, sees) for i, part in enumerate(given)]
 
 
@@ -323,7 +315,7 @@ def text_of(given: Mapping[str, Any], key: str, name: str) -> str:
     """A field that must be a string. Raises ApiError."""
     value = given.get(key)
     if not isinstance(value, str):
-        raise invalid(f"`{name}.{key}` must be a string", f"{name}.{key}")
+        raise invalid(f"`{name}.{key}` must be a string")
     return value
 
 
@@ -417,7 +409,7 @@ async def resolve_references(request: Request | None, items: list[Item]) -> list
         if item["type"] == "item_reference":
             if request is None:
                 name = f"input[{i}].type"
-                raise invalid(f"`{name}`: references to items are not served in a batch", name)
+                raise invalid(f"`{name}`: references to items are not served in a batch")
             matched = ITEM_ID.fullmatch(item["id"])
             request_id = matched[1] if matched else ""
             if request_id not in by_request:
@@ -426,7 +418,7 @@ async def resolve_references(request: Request | None, items: list[Item]) -> list
                 by_request[request_id] = {item["id"]: item for item in found}
             if item["id"] not in by_request[request_id]:
                 name = f"input[{i}].id"
-                raise invalid(f"`{name}`: there is no stored item {quoted(item['id'])}", name)
+                raise invalid(f"`{name}`: there is no stored item {quoted(item['id'])}")
             item = by_request[request_id][item["id"]]
         resolved.append(item)
     return resolved
@@ -465,14 +457,14 @@ def to_tools(body: ResponsesRequest) -> list[ToolSchema]:
             continue
         if kind != "function":
             words = f"must be function: no tool is built in. Given: {quoted(kind)}"
-            raise invalid(f"`{name}.type` {words}", f"{name}.type")
+            raise invalid(f"`{name}.type` {words}")
         function = {key: tool[key] for key in ("name", "description", "parameters", "strict") if key in tool}
         try:
             functions.append(ToolSchema.model_validate({"type": "function", "function": function}))
         except ValidationError as error:
             found = schema_error(error)
             param = f"{name}.{(found.param or '').removeprefix('function.')}"
-            raise invalid(f"`{param}`: {error.errors()[0]['msg']}", param) from error
+            raise invalid(f"`{param}`: {error.errors()[0]['msg']}") from error
     kind = body.tool_choice.get("type") if isinstance(body.tool_choice, dict) else None
     is_built_in = f"`tool_choice` forces a tool of the type {quoted(kind)}: none is built in"
     refuse(
@@ -480,7 +472,6 @@ def to_tools(body: ResponsesRequest) -> list[ToolSchema]:
         (
             body.tools and not functions and body.tool_choice == "required",
             "`tool_choice` forces a call, but none of `tools` is a function",
-            "tool_choice",
         ),
     )
     return functions
@@ -537,7 +528,7 @@ async def read_response_body(body: ResponsesRequest, context: Context) -> Asked:
     if request is None:
         for name in NOT_IN_JOBS:
             if getattr(body, name):
-                raise invalid(f"`{name}` is not served in a batch, which stores no response", name)
+                raise invalid(f"`{name}` is not served in a batch, which stores no response")
         answer_id = hashlib.blake2b(answer_id.encode(), digest_size=16).hexdigest()
     before, previous_id = [], body.previous_response_id
     if request is not None and previous_id is not None:
@@ -545,13 +536,13 @@ async def read_response_body(body: ResponsesRequest, context: Context) -> Asked:
             text = f"Previous response with id '{cut(previous_id)}' not found."
             raise ApiError(422, "validation", text, PREVIOUS, "previous_response_not_found")
         if (output := await read_output(stored)) is None:
-            raise invalid(f"`{PREVIOUS}`: that response is not completed", PREVIOUS)
+            raise invalid(f"`{PREVIOUS}`: that response is not completed")
         before = [*stored.input, *output]
     size = CHARS_OF_MESSAGE * len(body.input) if isinstance(body.input, list) else 0
     sees = pool.tokenizer.pictures is not None
     given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     if not given:
-        raise invalid("`input` cannot be empty", "input")
+        raise invalid("`input` cannot be empty")
     items = await offload(
         size, lambda: [read_item(one, f"input[{i}]", answer_id, i, sees) for i, one in enumerate(given)]
     )
@@ -561,8 +552,8 @@ async def read_response_body(body: ResponsesRequest, context: Context) -> Asked:
     has_data = any(part["type"] == "input_image" and is_data(part["image_url"]) for part in parts)
     if request is not None and has_data:
         refuse(
-            (body.store, "`store` must be false beside pictures as data: URLs; they are not stored", "store"),
-            (body.background, "`background` stores the response: give pictures as https: URLs", "background"),
+            (body.store, "`store` must be false beside pictures as data: URLs; they are not stored"),
+            (body.background, "`background` stores the response: give pictures as https: URLs"),
         )
     if request is None or has_data:
         body = body.model_copy(update={"store": False})

@@ -78,7 +78,7 @@ async def retrieve_response(
     if stream:
         return await follow_response(stored, 0 if starting_after is None else starting_after + 1)
     if starting_after is not None:
-        raise invalid("`starting_after` needs `stream`: true", "starting_after")
+        raise invalid("`starting_after` needs `stream`: true")
     return json_response(await render_response(stored, await read_response(stored)))
 
 
@@ -86,7 +86,7 @@ async def follow_response(stored: StoredResponse, num_seen: int) -> Response:
     """The events that the client does not have yet. Raises ApiError."""
     pool, answer, channel = stored
     if not answer.streamed:
-        raise invalid("`stream`: this response was created without `stream`: true", "stream")
+        raise invalid("`stream`: this response was created without `stream`: true")
     stream = await read_response(stored)
     if stream.terminal and stream.terminal.reason == "cancelled":
         all_frames = RestOfFeed(ResponseObjectRenderer(answer, [stream]).frames(), num_seen)

@@ -212,9 +212,9 @@ class GenerateParameters(BeamFields):
         name, asked, number = "decoder_input_details", self.decoder_input_details, self.best_of or 1
         at_once, grammar = "when tokens are streamed", self.grammar
         refuse(
-            (asked and streamed, f"`{name}` must be false {at_once}", name),
-            (streamed and number > 1, f"`best_of` must be 1 {at_once}. Given: {number}", "best_of"),
-            (grammar and grammar.get("value") is None, "`grammar.value` is required", "grammar.value"),
+            (asked and streamed, f"`{name}` must be false {at_once}"),
+            (streamed and number > 1, f"`best_of` must be 1 {at_once}. Given: {number}"),
+            (grammar and grammar.get("value") is None, "`grammar.value` is required"),
             *streamed_logits(self, streamed),
         )
         return self.generation_params(
@@ -556,11 +556,7 @@ async def read_instance(request: Request, pool: Pool, given: Any, i: int) -> Gen
         not_own = f"`model` must be this fleet's own. Given: {quoted(target.shown)}"
         refuse(
             (instance.webhook, one_event, "webhook"),
-            (
-                is_chat and given.get("stream"),
-                "`stream` must be false: the answer has all predictions",
-                "stream",
-            ),
+            (is_chat and given.get("stream"), "`stream` must be false: the answer has all predictions"),
             (pools.own.settings.pool not in target.pools, not_own, "model"),
         )
         if isinstance(instance, ChatRequest):

@@ -94,7 +94,7 @@ class Strict(BaseModel):
         for name, allowed in ranges_of(type(self)):
             value = getattr(self, name)
             if value is not None and not allowed.holds(value):
-                raise invalid(f"`{name}` must be {allowed}. Given: {quoted(value)}", name)
+                raise invalid(f"`{name}` must be {allowed}. Given: {quoted(value)}")
 
 
 @cache
@@ -342,7 +342,7 @@ class BeamFields(SamplingFields):
         if width is None:
             for name, value in given.items():
                 if value is not None and value != WITHOUT_SEARCH.get(name, 0.0):
-                    raise invalid(f"`{name}` needs a beam search: set `beam_width`", name)
+                    raise invalid(f"`{name}` needs a beam search: set `beam_width`")
             return None
         return self.part(
             BeamParams,

@@ -154,7 +154,7 @@ class PoolRegistry:
         if adapter_id is not None:
             await self.own.find_adapter(adapter_id)
             if not (target := self.resolve(adapter_id)).adapter:
-                raise invalid(f"`adapter_id`: there is no adapter {quoted(adapter_id)}", "adapter_id")
+                raise invalid(f"`adapter_id`: there is no adapter {quoted(adapter_id)}")
             return target
         if not self.resolve(model).pools:
             await asyncio.gather(

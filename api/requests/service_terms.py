@@ -119,8 +119,7 @@ def read_class(value: str | int, name: str) -> str:
         classes = ", ".join(SERVICE_CLASSES)
         raise invalid(
             f"`{name}` must be one of {classes}, or a whole number (the lower, the sooner). "
-            f"Given: {quoted(value)}",
-            name,
+            f"Given: {quoted(value)}"
         )
     return value
 
@@ -129,7 +128,7 @@ def read_tenant(tenant: str, name: str) -> str:
     """Raises ApiError (422)."""
     if not TENANT.fullmatch(tenant):
         raise invalid(
-            f"`{name}` must be 1 to 64 letters, digits and . _ : @ / + ~ -. Given: {quoted(tenant)}", name
+            f"`{name}` must be 1 to 64 letters, digits and . _ : @ / + ~ -. Given: {quoted(tenant)}"
         )
     return tenant
 
@@ -138,7 +137,7 @@ def read_deadline(value: str | int, name: str) -> int:
     """Milliseconds. Raises ApiError (422)."""
     text = str(value).strip()
     if NUMBER.fullmatch(text) is None or not DEADLINES_MS.holds(int(text)):
-        raise invalid(f"`{name}` must be {DEADLINES_MS} milliseconds. Given: {quoted(text)}", name)
+        raise invalid(f"`{name}` must be {DEADLINES_MS} milliseconds. Given: {quoted(text)}")
     return int(text)
 
 
@@ -146,7 +145,7 @@ def chosen_class(priority: str | int | None, tier: str | None, default: str = DE
     """The class that a body asks for: by `priority`, or else by `service_tier`. Raises ApiError (422)."""
     if tier is not None and tier not in TIERS:
         tiers = ", ".join(TIERS)
-        raise invalid(f"`service_tier` must be one of {tiers}. Given: {quoted(tier)}", "service_tier")
+        raise invalid(f"`service_tier` must be one of {tiers}. Given: {quoted(tier)}")
     tier_class = default if tier in (None, "auto") else TIERS[tier]
     return tier_class if priority is None else read_class(priority, "priority")
 
@@ -242,13 +241,9 @@ def read_terms(
             f"give the header `{RESUME_HEADER}` or the field `resume_s`, not both",
             "resume_s",
         ),
-        (seconds is not None and not RESUMES_S.holds(seconds), f"`{name}` must be {RESUMES_S} seconds", name),
+        (seconds is not None and not RESUMES_S.holds(seconds), f"`{name}` must be {RESUMES_S} seconds"),
         (detached and seconds is not None, f"`detached` waits for no client: leave `{name}` out", name),
-        (
-            not streamed and (seconds or detached),
-            f"`{field}` needs a stream: only its client can come back",
-            field,
-        ),
+        (not streamed and (seconds or detached), f"`{field}` needs a stream: only its client can come back"),
     )
     return AnswerTerms(
         owner_of(request, request_id),

@@ -250,7 +250,7 @@ async def make_requests(
     own: dict[str, Any] = {"grammar": ""}
     if (grammar := params.grammar) is not None:
         if limits.settings.disable_grammar_support:
-            raise invalid(f"`{grammar.field}` is turned off here (DISABLE_GRAMMAR_SUPPORT)", grammar.field)
+            raise invalid(f"`{grammar.field}` is turned off here (DISABLE_GRAMMAR_SUPPORT)")
         own["grammar"] = await compile_grammar(grammar, tokenizer)
     if params.watermark:
         settings = limits.settings
@@ -426,7 +426,7 @@ def check_ids(field: str, ids: Collection[int], tokenizer: ModelTokenizer) -> No
     for token_id in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= token_id < tokenizer.size:
             words = f"must have token ids of at least 0 and below {tokenizer.size}"
-            raise invalid(f"`{field}` {words}. Given: {quoted(token_id)}", field)
+            raise invalid(f"`{field}` {words}. Given: {quoted(token_id)}")
 
 
 # --- errors -------------------------------------------------------------------------------------------------
@@ -434,7 +434,7 @@ def check_ids(field: str, ids: Collection[int], tokenizer: ModelTokenizer) -> No
 
 def invalid_field(field: str, words: str) -> ApiError:
     """`words` continue a sentence that begins with the field's name."""
-    return invalid(f"`{field}` {words}", field)
+    return invalid(f"`{field}` {words}")
 
 
 # --- logits -------------------------------------------------------------------------------------------------
@@ -448,7 +448,7 @@ def streamed_logits(body: BaseModel, streamed: bool | None) -> list[tuple[object
 
 def check_no_logits(params: GenerationParams) -> None:
     """Raises ApiError (422) for logits at a route whose answers have no place for them."""
-    refuse(*((params.value(one), f"`{one}` is not a field of this route", one) for one in LOGITS_FIELDS))
+    refuse(*((params.value(one), f"`{one}` is not a field of this route") for one in LOGITS_FIELDS))
 
 
 def with_logits(requests: Sequence[Generate], params: GenerationParams, limits: Limits) -> list[Generate]:
@@ -458,9 +458,7 @@ def with_logits(requests: Sequence[Generate], params: GenerationParams, limits: 
     context, generation = params.return_context_logits, params.return_generation_logits
     if not (context or generation):
         if params.logits_dtype is not None:
-            raise invalid(
-                f"`logits_dtype` needs `{LOGITS_FIELDS[0]}` or `{LOGITS_FIELDS[1]}`", "logits_dtype"
-            )
+            raise invalid(f"`logits_dtype` needs `{LOGITS_FIELDS[0]}` or `{LOGITS_FIELDS[1]}`")
         return [*requests]
     if not limits.vocab_size:
         raise unavailable("no worker that is ready returns logits")
@@ -521,11 +519,11 @@ def check_ranks(params: GenerationParams, limits: Limits) -> None:
     needs_logprobs = "`n` above 1 compares log-probabilities: `logprobs_mode` must not be logits"
     needs_sampling = f"`n` above 1 needs sampling: set one of `do_sample`, {SWITCH_NAMES}"
     refuse(
-        (params.n > most, f"`n` must be at most {most}. {given}", "n"),
+        (params.n > most, f"`n` must be at most {most}. {given}"),
         (not draws(params), needs_sampling, "n"),
-        (params.seed is not None, "`seed` must not be set when `n` is above 1", "seed"),
+        (params.seed is not None, "`seed` must not be set when `n` is above 1"),
         (params.sampling.report_logits, needs_logprobs, "n"),
-        (logits, f"`n` must be 1 when logits are returned. {given}", "n"),
+        (logits, f"`n` must be 1 when logits are returned. {given}"),
     )
 
 
