@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import copy
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -90,6 +89,21 @@ class ApiError(Exception):
         self.headers = headers
         super().__init__(self.text)
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Let it name fields as the API that was asked does.
+
+        Args:
+            names: patterns of the names that it may have → the other names; the first that fits counts.
+        """
+
+        def new_name(field: str) -> str:
+            found = (name and re.fullmatch(pattern, field) for pattern, name in names.items())
+            return next((match.expand(names[match.re.pattern]) for match in found if match), field)
+
+        self.text = NAMED.sub(lambda named: f"`{new_name(named[1])}`", self.text)
+        self.param = self.param and new_name(self.param)
+        self.args = (self.text,)
+
 
 # --- API families -------------------------------------------------------------------------------------------
 
@@ -139,23 +153,6 @@ def refuse(*cases: tuple[object, *tuple[str, ...]]) -> None:
     for is_there, *about in cases:
         if is_there:
             raise invalid(*about)
-
-
-def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """An error with the names that fields have in the API that was asked.
-
-    Args:
-        names: patterns of the names that it may have → the other names; the first that fits counts.
-    """
-
-    def rename(field: str) -> str:
-        found = (name and re.fullmatch(pattern, field) for pattern, name in names.items())
-        return next((match.expand(names[match.re.pattern]) for match in found if match), field)
-
-    other = copy.copy(error)
-    other.text = NAMED.sub(lambda quoted: f"`{rename(quoted[1])}`", error.text)
-    other.param = error.param and rename(error.param)
-    return other
 
 
 def too_long(detail: str, param: str, max_total_tokens: int) -> ApiError:

@@ -308,13 +308,11 @@ class ShownPictures:
 
     Attributes:
         prompt: with the pictures' texts in place of markers.
-        field: the name of the prompt's field, for errors.
     """
 
     prompt: Rendered
     loaded: Sequence[LoadedPicture]
     layout: PictureLayout
-    field: str
 
     def place(self, ids: Sequence[int]) -> list[Picture]:
         """Where the pictures are in the prompt's ids. Raises ApiError."""
@@ -322,7 +320,7 @@ class ShownPictures:
         try:
             return placed(ids, self.layout, digests, texts)
         except PictureError as error:
-            raise invalid(f"`{self.field}`: {error}") from error
+            raise invalid(f"`prompt`: {error}") from error
 
 
 class PicturePrompts:
@@ -339,13 +337,10 @@ class PicturePrompts:
 
     # --- show -----------------------------------------------------------------------------------------------
 
-    async def show(
-        self, prompt: Rendered, sources: Sequence[PictureSource], field: str, sees: bool
-    ) -> ShownPictures:
+    async def show(self, prompt: Rendered, sources: Sequence[PictureSource], sees: bool) -> ShownPictures:
         """Load pictures, and put their placeholders into the prompt. Raises ApiError.
 
         Args:
-            field: the name of the prompt's field.
             sees: whether a worker computes pictures.
         """
         layout, first = self.layout, sources[0].field
@@ -355,10 +350,10 @@ class PicturePrompts:
         try:
             text = expanded(prompt.guarded, layout.marker, [one.text for one in loaded])
         except PictureError as error:
-            raise invalid(f"`{field}`: {error}") from error
-        return ShownPictures(prompt._replace(guarded=text), loaded, layout, field)
+            raise invalid(f"`prompt`: {error}") from error
+        return ShownPictures(prompt._replace(guarded=text), loaded, layout)
 
-    def inline(self, text: str, field: str) -> tuple[str, list[PictureSource]]:
+    def inline(self, text: str) -> tuple[str, list[PictureSource]]:
         """A text with markers in place of TGI's `![](URL)`, and these pictures. For a model that sees none
         they are text, as in TGI.
         """
@@ -366,7 +361,7 @@ class PicturePrompts:
             return text, []
         parts = [*split_text(text)]
         marked = "".join(before + self.layout.inline * bool(url) for before, url in parts)
-        return marked, [PictureSource(url, field) for _, url in parts if url]
+        return marked, [PictureSource(url, "prompt") for _, url in parts if url]
 
     # --- load -----------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from pydantic import Field
 from api.answers.answer import Reading
 from api.answers.call_formats import CALL_FORMATS, HARMONY, REASONING_FORMATS
 from api.answers.scanner import Tool
-from api.errors import ApiError, cut, invalid, quoted, refuse, renamed
+from api.errors import ApiError, cut, invalid, quoted, refuse
 from api.event_loop import offload
 from api.grammar.compile import COMPILED, Grammar, compile_grammar
 from api.grammar.force import answer_source, call_grammar
@@ -668,7 +668,8 @@ async def read_other(chat: ChatRequest, pool: Pool, names: Mapping[str, str]) ->
     try:
         return replace(await read_chat(chat, pool), names=names)
     except ApiError as error:
-        raise renamed(error, names) from error
+        error.rename(names)
+        raise
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from api.answers.answer import Rendering
-from api.errors import ApiError, invalid, quoted, refuse, renamed, too_long, unavailable
+from api.errors import ApiError, invalid, quoted, refuse, too_long, unavailable
 from api.event_loop import offload
 from api.grammar.compile import Grammar, compile_grammar
 from api.prompts.chat_template import Rendered
@@ -156,7 +156,8 @@ class GenerationParams:
         try:
             yield
         except ApiError as error:
-            raise renamed(error, self.names) from error
+            error.rename(self.names)
+            raise
 
 
 # --- sampling -----------------------------------------------------------------------------------------------
@@ -232,13 +233,13 @@ async def show_pictures(
     """The parameters with the placeholders of pictures in the text, and the pictures; None for a prompt
     without any. Raises ApiError.
     """
-    prompt, sources, field = params.prompt, params.pictures, "prompt"
+    prompt, sources = params.prompt, params.pictures
     if prompt is not None and params.has_inline_pictures:
-        text, sources = pictures.inline(prompt.text, field)
+        text, sources = pictures.inline(prompt.text)
         prompt = Rendered(text)
     if prompt is None or not sources:
         return params, None
-    shown = await pictures.show(prompt, sources, field, limits.pictures)
+    shown = await pictures.show(prompt, sources, limits.pictures)
     return replace(params, prompt=shown.prompt), shown
 
 
