@@ -214,11 +214,6 @@ class DetokenizeRequest(Strict):
 # --- /tokenize ----------------------------------------------------------------------------------------------
 
 
-async def chat_prompt(chat: ChatRequest, pool: Pool) -> Rendered:
-    """The prompt that the chat template makes of a chat. Raises ApiError."""
-    return await shown_prompt(await read_chat(chat, pool), pool)
-
-
 async def shown_prompt(params: GenerationParams, pool: Pool) -> Rendered:
     """The prompt of a chat's parameters, with the placeholders of its pictures. Raises ApiError."""
     limits = pool.workers.limits
@@ -308,7 +303,7 @@ async def tokenize(request: Request) -> Response:
         chat = await offload(len(data), lambda: body.parse_body(TokenizeChatRequest, data))
         chat.check()
         pool = await pool_for(request, chat.model)
-        shown = await chat_prompt(chat, pool)
+        shown = await shown_prompt(await read_chat(chat, pool), pool)
         return await respond_with_ids(
             pool, shown, bool(chat.add_special_tokens), bool(chat.return_token_strs)
         )
@@ -334,7 +329,7 @@ async def chat_tokenize(request: Request) -> Response:
     """
     chat = await read_body(request, ChatRequest)
     pool = await pool_for(request, chat.model)
-    prompt = await chat_prompt(chat, pool)
+    prompt = await shown_prompt(await read_chat(chat, pool), pool)
 
     def render() -> bytes:
         tokens = list_to_json(simple_tokens(pool.tokenizer, prompt, bool(chat.add_special_tokens)))

@@ -13,11 +13,11 @@ from pydantic import Field, ValidationError
 from starlette.requests import Request
 
 from api.answers.answer import ResponseParts
-from api.errors import ApiError, cut, invalid, openai, quoted, refuse
+from api.errors import ApiError, cut, invalid, quoted, refuse
 from api.event_loop import offload
 from api.grammar.read import type_of
 from api.http.body import UnsupportedFields, reject_unsupported, schema_error
-from api.http.openapi import OPENAI, OPENAI_ERRORS, event_stream
+from api.http.openapi import event_stream
 from api.json import to_json
 from api.prompts.pictures import is_data, unknown_part
 from api.prompts.pictures import read_part as picture_source
@@ -30,8 +30,9 @@ from api.protocols.chat import (
     ToolSchema,
     read_other,
 )
+from api.protocols.openai import CHAT_COMPLETIONS
 from api.protocols.openai_bodies import FORMAT_SCHEMA, MAX_TOKENS
-from api.protocols.protocol import Asked, Context, Protocol
+from api.protocols.protocol import Asked, Context
 from api.protocols.typed_events import (
     RESPONSE_EVENT,
     RESPONSE_SHAPE,
@@ -598,22 +599,17 @@ def response_fields(body: ResponsesRequest, sampling: SamplingParams) -> dict[st
     }
 
 
-RESPONSES = Protocol(
+RESPONSES = CHAT_COMPLETIONS._replace(
     path="/v1/responses",
     name="create_response",
     span="responses",
-    operation="chat",
     body=ResponsesRequest,
     read=read_response_body,
     renderer=ResponseObjectRenderer,
-    error=openai,
-    resumable=True,
     job="response",
     prompt=["input"],
-    in_batches=True,
+    in_jobs=False,
     event=RESPONSE,
-    tag=OPENAI,
-    errors=OPENAI_ERRORS,
     example={"input": "Why is the sky blue?", "max_output_tokens": 100},
     summary="Create a response",
     description=(

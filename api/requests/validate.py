@@ -274,13 +274,11 @@ async def make_requests(
     )
     if (sampling := request.sampling) is None:
         return with_logits([request] * params.n, params, limits)
-    number = range(params.n)  # each draws other numbers
-    if params.ranks:
-        samplings = [replace(sampling, seed=sampling.seed ^ i) for i in number]
-    else:
-        samplings = [replace(sampling, choice=i) for i in number]
-    requests = [replace(request, sampling=one) for one in samplings]
-    return with_logits(requests, params, limits)
+    numbers: list[dict[str, Any]] = [
+        {"seed": sampling.seed ^ i} if params.ranks else {"choice": i} for i in range(params.n)
+    ]
+    requests = [replace(request, sampling=replace(sampling, **one)) for one in numbers]
+    return with_logits(requests, params, limits)  # each draws other numbers
 
 
 def check_generates(limits: Limits) -> None:
