@@ -35,10 +35,8 @@ from gpu_worker.engine.drafting.drafters import (
     read_eagle_config,
     recorded_layers,
 )
-from gpu_worker.engine.model.families import register_family
 from gpu_worker.engine.model.load import assemble, attach_empty, name_of, read_model, try_to_fuse
 from gpu_worker.engine.model.model import Draft, LoadContext, LoadedModel
-from gpu_worker.engine.model.quantized_linears import check_fp8
 from gpu_worker.engine.model.warmup import max_step_tokens
 from gpu_worker.engine.model.weights import check_files, read_config, renamed
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
@@ -133,8 +131,6 @@ def load_model(
     own = settings.model_copy(update=changed)
     dtype, device = target.geometry.dtype, target.device
     config = read_config(path, own)
-    check_fp8(config, own, device, dtype)
-    register_family(config.model_type)
     context = LoadContext(path, config, dtype, device, own, SINGLE_RANK)
     loaded = read_model(context)
     cause = first_cause(

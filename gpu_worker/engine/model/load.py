@@ -74,8 +74,6 @@ def load(
     threads = f", {plural(torch.get_num_threads(), 'thread')}" if device.type == "cpu" else ""
     progress(f"loading {settings.model_name} as {name_of(dtype)} on {device.type}{threads}")
     context.config = config = read_config(path, settings)
-    check_fp8(config, settings, device, dtype)
-    register_family(config.model_type)
     is_decoder = not (context.is_encoder or config.is_encoder_decoder)
     loaded = read_model(context)
     loaded.draft = draft = load_draft(settings, path, loaded, communicator, progress) if is_decoder else None
@@ -112,6 +110,8 @@ def read_model(context: LoadContext) -> LoadedModel:
     SettingError.
     """
     settings, kind = context.settings, context.config.model_type
+    check_fp8(context.config, settings, context.device, context.dtype)
+    register_family(kind)
     try:
         if context.config.is_encoder_decoder:
             return encoder_decoder.load(context, settings.block_size or BLOCK_SIZES[context.device.type])

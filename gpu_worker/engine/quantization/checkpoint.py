@@ -11,6 +11,7 @@ Functions named `shape` return [outputs, inputs] of a layer, whose tensors are `
 import contextlib
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -382,21 +383,7 @@ METHODS: dict[str, tuple[Layout, ...]] = {
     "compressed-tensors": (PACKED, FP8, INT8),
     "bitsandbytes": (BNB8, BNB4),
 }
-IGNORED = (
-    "input_scale",
-    "activation_scale",
-    "input_scale_ub",
-    "input_zero_point",
-    "output_scale",
-    "output_zero_point",
-    "k_scale",
-    "v_scale",
-    "q_scale",
-    "k_zero_point",
-    "v_zero_point",
-    "q_zero_point",
-    "weight_format",
-)
+IGNORED = re.compile(r"(input|activation|output|[kvq])_(scale|scale_ub|zero_point)|weight_format")
 """Tensors about activations, which stay unquantised, and about the KV cache (model/warmup.py)."""
 COMPRESSED = {
     "dense",
@@ -486,7 +473,7 @@ def read_tensors(path: Path, config: Config | None = None) -> dict[str, Any]:
     plain = {
         name: tensor
         for name, tensor in slices.items()
-        if name not in used and name.rpartition(".")[2] not in IGNORED
+        if name not in used and not IGNORED.fullmatch(name.rpartition(".")[2])
     }
     for packed in find_packed(plain):
         raise UnservableModel(f"{packed} that its method does not have")
