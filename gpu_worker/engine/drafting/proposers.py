@@ -39,22 +39,51 @@ tried again.
 """
 
 
+MANY_TOKENS = 16
+
+
 @dataclass(slots=True)
-class TrialBudget:
-    """What trials of all rows may lose, in times of a token. Each token adds a small share of its time, and
-    proposals that are right add what they save.
+class ProposalCosts:
+    """What proposals cost, and what trials of all rows may lose.
+
+    A step of n tokens takes step_ms + (n - 1) * token_ms. So a proposal costs little where one row decodes,
+    since weights are read once a step, and much where a step is bound by arithmetic. Each token adds a small
+    share of its time to what may be lost, and proposals that are right add what they save.
 
     Attributes:
-        left: negative where more was lost.
+        step_ms: a step of one token.
+        token_ms: each token more.
+        draft_ms, draft_token_ms: the same of the model that proposes, for one proposal of each row.
+        num_rows: rows in the next step.
+        left: what may be lost, in times of a token; negative where more was lost.
         is_open: whether proposals may be tried. Once all is lost they wait until a trial is worth while.
     """
 
+    step_ms: float = 1.0
+    token_ms: float = PROPOSAL_COST
+    draft_ms: float = 0.0
+    draft_token_ms: float = 0.0
+    num_rows: int = 1
     left: float = FIRST_LOSS
     is_open: bool = True
 
-    def count(self, num_tokens: int, num_proposed: int, cost: float) -> None:
+    def of_one(self, num_drafting: int = 0) -> float:
+        """What one proposal costs, as a share of the time that its row's own token takes. If only so many
+        rows were drafted for, they alone bear the draft's time.
+        """
+        others, num_drafting = self.num_rows - 1, num_drafting or self.num_rows
+        drafting_ms = self.draft_ms + (num_drafting - 1) * self.draft_token_ms
+        per_proposal_ms = drafting_ms / num_drafting + self.token_ms
+        return self.num_rows * per_proposal_ms / (self.step_ms + others * self.token_ms)
+
+    def set(self, step_ms: float, token_ms: float, draft_ms: float, draft_token_ms: float) -> None:
+        """Take times that were measured."""
+        self.step_ms, self.token_ms = step_ms, token_ms
+        self.draft_ms, self.draft_token_ms = draft_ms, draft_token_ms
+
+    def count(self, num_tokens: int, num_proposed: int, num_drafting: int) -> None:
         """Count the tokens of a row's step, and what its proposals won or lost."""
-        won = num_tokens - 1 - cost * num_proposed if num_proposed else 0.0
+        won = num_tokens - 1 - self.of_one(num_drafting) * num_proposed if num_proposed else 0.0
         self.left = min(MOST_LOSS, self.left + LOSS_SHARE * num_tokens + won)
         self.is_open = self.left > 0 if self.is_open else self.left >= FIRST_LOSS
 
@@ -69,7 +98,7 @@ class Acceptance:
         proposed: proposals that were checked, as `checked`.
         pause: tokens until the next proposal.
         next_pause: the length of the next pause.
-        budget: that of all rows together.
+        costs: those of all rows together.
     """
 
     checked: list[float] = field(default_factory=list)
@@ -77,21 +106,22 @@ class Acceptance:
     proposed: float = 0.0
     pause: int = 0
     next_pause: int = FIRST_PAUSE
-    budget: TrialBudget = field(default_factory=TrialBudget)
+    costs: ProposalCosts = field(default_factory=ProposalCosts)
 
     @property
     def is_paused(self) -> bool:
-        return self.pause > 0 or (self.is_on_trial and not self.budget.is_open)
+        return self.pause > 0 or (self.is_on_trial and not self.costs.is_open)
 
     @property
     def is_on_trial(self) -> bool:
         """Whether too little was proposed to judge."""
         return self.proposed < TRIAL_PROPOSALS
 
-    def num_worth(self, most: int, cost: float = PROPOSAL_COST) -> int:
-        """How many proposals bring most tokens for their time: at most `most`, each at `cost`; 0 during a
-        pause, which begins where none do.
+    def num_worth(self, most: int) -> int:
+        """How many proposals bring most tokens for their time, at most `most`; 0 during a pause, which begins
+        where none do.
         """
+        cost = self.costs.of_one()
         if not most or cost >= 1 or self.is_paused:  # at such a cost none pays, even if all are right
             return 0
         if self.is_on_trial:
@@ -119,9 +149,11 @@ class Acceptance:
             return share_before
         return (self.right[place] + HOPED * share_before) / (self.checked[place] + HOPED)
 
-    def learn(self, num_tokens: int, num_proposed: int, cost: float = PROPOSAL_COST) -> None:
-        """Take what a step brought: its own token and, of `num_proposed`, those that were right."""
-        self.budget.count(num_tokens, num_proposed, cost)
+    def learn(self, num_tokens: int, num_proposed: int, num_drafting: int = 0) -> None:
+        """Take what a step brought: its own token and, of `num_proposed`, those that were right; so many rows
+        were drafted for, 0 for all.
+        """
+        self.costs.count(num_tokens, num_proposed, num_drafting)
         self.pause = max(0, self.pause - num_tokens)
         if num_proposed:
             self.count(num_tokens - 1, num_proposed)
@@ -142,46 +174,6 @@ class Acceptance:
         """Propose nothing for a while, then try again."""
         self.checked, self.right, self.proposed = [], [], 0.0
         self.pause, self.next_pause = self.next_pause, min(2 * self.next_pause, LONGEST_PAUSE)
-
-
-MANY_TOKENS = 16
-
-
-@dataclass(slots=True)
-class ProposalCosts:
-    """Times of steps, and the number of rows in the next.
-
-    A step of n tokens takes step_ms + (n - 1) * token_ms. So a proposal costs little where one row decodes,
-    since weights are read once a step, and much where a step is bound by arithmetic.
-
-    Attributes:
-        step_ms: a step of one token.
-        token_ms: each token more.
-        draft_ms, draft_token_ms: the same of the model that proposes, for one proposal of each row.
-    """
-
-    step_ms: float = 1.0
-    token_ms: float = PROPOSAL_COST
-    draft_ms: float = 0.0
-    draft_token_ms: float = 0.0
-    num_rows: int = 1
-
-    @property
-    def of_one(self) -> float:
-        """What one proposal costs, as a share of the time that its row's own token takes."""
-        return self.of_drafted(self.num_rows)
-
-    def of_drafted(self, num_drafting: int) -> float:
-        """`of_one` where only so many rows were drafted for: they alone bear the draft's time."""
-        others = self.num_rows - 1
-        drafting_ms = self.draft_ms + (num_drafting - 1) * self.draft_token_ms
-        per_proposal_ms = drafting_ms / num_drafting + self.token_ms
-        return self.num_rows * per_proposal_ms / (self.step_ms + others * self.token_ms)
-
-    def set(self, step_ms: float, token_ms: float, draft_ms: float, draft_token_ms: float) -> None:
-        """Take times that were measured."""
-        self.step_ms, self.token_ms = step_ms, token_ms
-        self.draft_ms, self.draft_token_ms = draft_ms, draft_token_ms
 
 
 def measure_steps(measure_ms: Callable[[int], float]) -> tuple[float, float]:
@@ -414,7 +406,6 @@ class Proposer:
     grammar: GrammarMask | None = None
     most: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)
-    costs: ProposalCosts = field(default_factory=ProposalCosts)
     guesser: Guesser | None = None
     drafts_by: str = ""
     kv_len: int | None = None
@@ -432,7 +423,7 @@ class Proposer:
         """Whether the next proposals need the tokens of the step in flight: the next step is launched only
         once that one is read.
         """
-        return bool(self.drafts_by) and self.costs.of_one < 1 and not self.acceptance.is_paused
+        return bool(self.drafts_by) and self.acceptance.costs.of_one() < 1 and not self.acceptance.is_paused
 
     @property
     def method(self) -> str:
@@ -441,7 +432,7 @@ class Proposer:
 
     def num_worth(self, most: int) -> int:
         """How many guesses or drafts pay, at most `most`."""
-        return self.acceptance.num_worth(min(most, self.most), self.costs.of_one)
+        return self.acceptance.num_worth(min(most, self.most))
 
     def take(self, drafted: Sequence[int], num_drafting: int) -> None:
         """Take the next proposals, of a draft for so many rows; none if there is no draft yet. A row that has
@@ -479,8 +470,7 @@ class Proposer:
         (self.guesser or self.text).append(tokens)
         if self.kv_len is not None:  # that of wrong drafts does not count, and the newest token has none
             self.kv_len = min(self.kv_len, self.text.length - 1)
-        cost = self.costs.of_drafted(self.num_drafting or self.costs.num_rows)
-        self.acceptance.learn(len(tokens), 0 if self.is_sure else num_proposed, cost)
+        self.acceptance.learn(len(tokens), 0 if self.is_sure else num_proposed, self.num_drafting)
 
 
 ProposerFactory = Callable[[Int32, GrammarMask | None], Proposer | None]
@@ -494,7 +484,7 @@ def proposer_factory(
     and how many tokens it drafts at a time.
     """
     number = num_drafted or speculation.num_found
-    budget, costs = TrialBudget(), costs or ProposalCosts()
+    costs = costs or ProposalCosts()
     is_suffix = speculation.method == SUFFIX
     answers = RecentAnswers(speculation.suffix_decoding_max_cached_requests) if is_suffix else None
 
@@ -502,6 +492,6 @@ def proposer_factory(
         if not number:
             return Proposer(ids, grammar) if grammar else None
         guesser = None if drafts_by else Guesser(ids, speculation, answers)
-        return Proposer(ids, grammar, number, Acceptance(budget=budget), costs, guesser, drafts_by)
+        return Proposer(ids, grammar, number, Acceptance(costs=costs), guesser, drafts_by)
 
     return make

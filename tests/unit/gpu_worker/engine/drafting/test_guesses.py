@@ -18,9 +18,9 @@ from gpu_worker.engine.drafting.proposers import (
     TRIAL_PROPOSALS,
     Acceptance,
     Guesser,
+    ProposalCosts,
     Proposer,
     RecentAnswers,
-    TrialBudget,
     proposer_factory,
 )
 from tests.support.engine.fixed_grammar import FixedGrammar
@@ -141,16 +141,16 @@ CHEAP = 0.15
 
 
 def test_proposals_that_are_wrong_are_not_tried_for_a_while_and_then_again() -> None:
-    acceptance, pauses = Acceptance(), []
+    acceptance, pauses = Acceptance(costs=ProposalCosts(token_ms=CHEAP)), []
     for _ in range(3):
         tried = 0
-        while count := acceptance.num_worth(MOST, CHEAP):
-            acceptance.learn(1, count, CHEAP)
+        while count := acceptance.num_worth(MOST):
+            acceptance.learn(1, count)
             tried += count
         assert TRIAL_PROPOSALS <= tried < TRIAL_PROPOSALS + 8  # earlier ones count less
-        acceptance.budget, paused = TrialBudget(), 0
-        while not acceptance.num_worth(MOST, CHEAP):
-            acceptance.learn(1, 0, CHEAP)
+        acceptance.costs.left, acceptance.costs.is_open, paused = FIRST_LOSS, True, 0
+        while not acceptance.num_worth(MOST):
+            acceptance.learn(1, 0)
             paused += 1
         pauses.append(paused)
     assert pauses == [FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE]
@@ -159,14 +159,14 @@ def test_proposals_that_are_wrong_are_not_tried_for_a_while_and_then_again() -> 
 @pytest.mark.parametrize("cost", [0.1, 0.4, 0.9])
 def test_wrong_proposals_of_all_rows_lose_a_small_share(cost: float) -> None:
     """Whatever one costs, and if new rows come all the time; trials go on for ever."""
-    num_rows, budget = 8, TrialBudget()
+    num_rows, costs = 8, ProposalCosts(token_ms=cost)
     num_tokens, lost, late = 0, 0.0, 0
     for step in range(4000):
         if step % 100 == 0:
-            rows = [Acceptance(budget=budget) for _ in range(num_rows)]
-        counts = [row.num_worth(MOST, cost) for row in rows]
+            rows = [Acceptance(costs=costs) for _ in range(num_rows)]
+        counts = [row.num_worth(MOST) for row in rows]
         for row, count in zip(rows, counts, strict=True):
-            row.learn(1, count, cost)
+            row.learn(1, count)
         num_tokens, lost = num_tokens + num_rows, lost + cost * sum(counts)
         late += sum(counts) * (step > 3000)
         assert lost < FIRST_LOSS + LOSS_SHARE * num_tokens + num_rows * MOST * cost
