@@ -220,6 +220,6 @@ class Player:
 
 def player(engine: Any, prefill_tokens: int = 1000, num_blocks: int = 0, **options: Any) -> Player:
     """A player with all blocks of an engine, or few; rows of earlier tests have all ended."""
-    assert not engine.rows.rows
+    assert not (engine.rows.rows or engine.rows.groups)
     free = list(range(1, (num_blocks or engine.ready.num_blocks) + 1))
     return Player(engine, free, prefill_tokens, until=engine.rows.step, **options)

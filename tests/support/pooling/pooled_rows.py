@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from common.messages.request import PoolingParams
-from tests.support.engine.batch_player import Player
+from tests.support.engine.tiny_engine import play_rows
 
 PLAIN = PoolingParams()
 
@@ -18,16 +18,14 @@ def pool_rows(
     prefill_tokens: int = 1000,
 ) -> dict[int, torch.Tensor]:
     """What each prompt is pooled to: float32 [vectors, size]."""
-    free = list(range(1, engine.ready.num_blocks + 1))
-    player = Player(engine, free, prefill_tokens, until=engine.rows.step)
-    starts = []
-    for row, ids in prompts.items():
-        pooling = (params or {}).get(row, PLAIN)
-        logits = pooling.logits(engine.ready.vocab_size)
-        starts.append(player.start(row, ids, 1, logits=logits, pooling=pooling))
-    assert player.run(starts) == {row: [] for row in prompts}, "no tokens"
-    assert player.ended == dict.fromkeys(prompts, ("length", 0)), player.ended
-    return {row: values_of(player.logits[row]) for row in prompts}
+    ways = {row: (params or {}).get(row, PLAIN) for row in prompts}
+    asked = {
+        row: {"pooling": how, "logits": how.logits(engine.ready.vocab_size)} for row, how in ways.items()
+    }
+    played = play_rows(engine, prompts, prefill_tokens, 1, params=asked)
+    assert not any(played.ids.values()), "no tokens"
+    assert played.ended == dict.fromkeys(prompts, ("length", 0)), played.ended
+    return {row: values_of(played.logits[row]) for row in prompts}
 
 
 def values_of(pieces: Mapping[int, bytes]) -> torch.Tensor:

@@ -68,22 +68,18 @@ async def test_a_stop_string_ends_a_row_at_once_and_later_tokens_are_dropped(
     assert report.ended == [(1, "stop_sequence", 2)]
 
 
-async def test_a_resumed_row_continues_text_and_stop_string(agent: Agent, redis: Redis) -> None:
+@pytest.mark.parametrize("num_known", [1, 2])
+async def test_a_resumed_row_continues_text_and_stop_string(
+    agent: Agent, redis: Redis, num_known: int
+) -> None:
+    """The broker may know all tokens that a client was shown, and not the end that followed."""
     the, sea = ids_of(" the sea")
-    await start(agent, committed=RECORD.pack(the, -1.0), stop=["the sea"])
-    assert unpack_ids(grants(agent)[-1].starts[0].ids) == [*PROMPT, the]
-    step(agent, {1: (1, sea)})
-    await agent.flusher.flush()
-    assert unpack_records(await redis.get(KEYS.tokens("r1")))[0] == [the, sea]
-    assert await redis.hget(KEYS.request("r1"), "terminal") == b"stop_sequence"  # type: ignore[misc]
-
-
-async def test_a_row_that_starts_behind_its_stop_string_ends(agent: Agent, redis: Redis) -> None:
-    """The broker may know the tokens that a client was shown, and not the end that followed."""
-    the, sea = ids_of(" the sea")
-    await start(agent, committed=RECORD.pack(the, -1.0) + RECORD.pack(sea, -1.0), stop=["the sea"])
-    assert grants(agent)[-1].stops == [(1, "stop_sequence")]
-    step(agent, {1: (2, the)})
+    known = [RECORD.pack(token, -1.0) for token in (the, sea)[:num_known]]
+    await start(agent, committed=b"".join(known), stop=["the sea"])
+    starts, stops = grants(agent)[-1].starts, grants(agent)[-1].stops
+    begun = [unpack_ids(one.ids) for one in starts]
+    assert (begun, stops) == (([[*PROMPT, the]], []) if num_known == 1 else ([], [(1, "stop_sequence")]))
+    step(agent, {1: (num_known, (sea, the)[num_known - 1])})
     await agent.flusher.flush()
     assert unpack_records(await redis.get(KEYS.tokens("r1")))[0] == [the, sea]
     assert await redis.hget(KEYS.request("r1"), "terminal") == b"stop_sequence"  # type: ignore[misc]

@@ -59,11 +59,6 @@ class Tiny:
             folder, dtype=torch.float32, attn_implementation="eager"
         )
 
-    def player(self, **options: Any) -> Player:
-        assert not (self.engine.rows.rows or self.engine.rows.groups)
-        free = list(range(1, self.engine.ready.num_blocks + 1))
-        return Player(self.engine, free, until=self.engine.rows.step, **options)
-
     def expected(self, prompt: list[int], beams: BeamParams, **arguments: Any) -> list[Found]:
         return reference.beams(
             self.model,
@@ -112,10 +107,10 @@ def test_sequences_are_those_of_transformers(tmp_path: Path, family: str) -> Non
     expected = {number: tiny.expected(*case) for number, case in cases.items()}
     lengths = {len(ids) for sequences in expected.values() for ids, _ in sequences}
     assert NEW_TOKENS in lengths and (len(lengths) > 1 or family == "GPT2")
-    plain = tiny.player()
+    plain = player(tiny.engine)
     rows = plain.run([plain.start(90, prompts()[1], 30), plain.start(91, prompts()[2], 30)])
     for prefill_tokens, lead in ((1000, 4), (7, 1)):
-        played = tiny.player(prefill_tokens=prefill_tokens)
+        played = player(tiny.engine, prefill_tokens=prefill_tokens)
         beside = [played.start(90, prompts()[1], 30), played.start(91, prompts()[2], 30)]
         searches = [start(played, number, *case) for number, case in cases.items()]
         ids = played.run([beside[0], *searches, beside[1]], lead=lead)
@@ -128,7 +123,7 @@ def test_searches_beside_others_that_run_ahead(llama: Tiny, monkeypatch: pytest.
     """As on a GPU: the step after one of a search is launched once that one is read."""
     monkeypatch.setattr(llama.engine, "runs_ahead", True)
     prompt, beams = prompts()[2], SEARCHES[1]
-    played = llama.player(prefill_tokens=20)
+    played = player(llama.engine, prefill_tokens=20)
     played.run([played.start(9, prompts()[1], 30), start(played, 1, prompt, beams)], lead=1)
     check_all(played, {1: llama.expected(prompt, beams)})
 
@@ -148,7 +143,7 @@ def test_penalties_bans_and_the_least_length_act_on_each_beam(llama: Tiny) -> No
     )
     assert expected != llama.expected(prompt, beams)
     assert min(len(ids) for ids, _ in expected) > 5
-    played = llama.player()
+    played = player(llama.engine)
     played.run([start(played, 1, prompt, beams, sampling=sampling, min_new_tokens=5)])
     check_all(played, {1: expected})
 
@@ -156,7 +151,7 @@ def test_penalties_bans_and_the_least_length_act_on_each_beam(llama: Tiny) -> No
 def test_a_search_behind_cached_blocks_and_the_prompts_log_probabilities(tmp_path: Path) -> None:
     tiny = Tiny(tmp_path, "Llama", block_size=16)
     prompt, beams = prompts()[3], SEARCHES[1]
-    played = tiny.player()
+    played = player(tiny.engine)
     played.kept = set(played.free)
     first = start(played, 1, prompt, beams, prompt_logprobs=0)
     table = played.rows[1].blocks
@@ -171,7 +166,7 @@ def test_a_search_behind_cached_blocks_and_the_prompts_log_probabilities(tmp_pat
 def test_a_search_that_is_stopped_gives_its_blocks_back_and_finds_the_same_again(llama: Tiny) -> None:
     prompt, beams = prompts()[2], SEARCHES[1]
     for num_steps in range(5):
-        played = llama.player()
+        played = player(llama.engine)
         row = start(played, 1, prompt, beams)
         llama.engine.apply(plan(llama.engine.rows.step + 100, 1000, [row]))
         llama.engine.apply(plan(llama.engine.rows.step + 100, 1000, blocks=played.grow(NEW_TOKENS, 1)))
@@ -181,14 +176,14 @@ def test_a_search_that_is_stopped_gives_its_blocks_back_and_finds_the_same_again
         step = llama.engine.step()
         assert step and [why for _, why, _ in step.ended] == ["preempted"] and len(step.released) == 1
         assert llama.engine.step() is None
-    played = llama.player()
+    played = player(llama.engine)
     played.run([start(played, 1, prompt, beams)])
     check_all(played, {1: llama.expected(prompt, beams)})
 
 
 def test_a_search_with_allowed_ids_ends_when_none_is_left(llama: Tiny) -> None:
     """Each beam keeps to the ids that are allowed; if these are outside the vocabulary, the request fails."""
-    played = llama.player()
+    played = player(llama.engine)
     few = SamplingParams(allowed_token_ids=[20, 21, 22])
     none = SamplingParams(allowed_token_ids=[VOCAB + 7])
     played.run(

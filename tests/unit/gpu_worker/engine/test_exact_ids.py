@@ -3,6 +3,8 @@ resumed.
 """
 
 from collections.abc import Collection
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,13 +13,13 @@ from common import model_files
 from gpu_worker.engine.engine import Engine
 from gpu_worker.protocol import StepResult
 from tests.support.engine import reference
-from tests.support.engine.batch_player import AHEAD, Player, player
+from tests.support.engine.batch_player import AHEAD, player
 from tests.support.engine.reference import prompt_ids, reference_ids
 from tests.support.engine.row_steps import plan
+from tests.support.engine.tiny_engine import play_rows
 from tests.support.prompts import FEW, PROMPTS
 
 ALL = pytest.param(list(range(len(PROMPTS))), id="all", marks=pytest.mark.slow)
-INDICES = [pytest.param(FEW, id="few"), ALL]
 FEWER = FEW[1:3] + FEW[5:7]
 """Where rows come in many steps, or run several times."""
 
@@ -38,54 +40,27 @@ def expected(prompts: list[list[int]], indices: list[int]) -> dict[int, list[int
     return {index: answer[:count] for index, answer in zip(indices, answers, strict=True)}
 
 
-def check_ends(played: Player, answers: dict[int, list[int]]) -> None:
-    whys = {
-        index: ("length" if len(ids) == new_tokens(answers) else "eos_token", len(ids))
-        for index, ids in answers.items()
-    }
-    assert played.ended == whys
-
-
 @AHEAD
-@pytest.mark.parametrize("indices", INDICES)
-def test_ids_of_all_rows_at_once_equal_generate(
-    engine: Engine, prompts: list[list[int]], indices: list[int]
-) -> None:
-    answers, played = expected(prompts, indices), player(engine)
-    assert (
-        played.run([played.start(index, prompts[index], new_tokens(indices)) for index in indices]) == answers
-    )
-    check_ends(played, answers)
-    assert len(played.free) == engine.ready.num_blocks
-
-
-@AHEAD
-@pytest.mark.parametrize("indices", [pytest.param(FEWER, id="few"), ALL])
-def test_ids_with_chunked_prefill_equal_generate(
-    engine: Engine, prompts: list[list[int]], indices: list[int]
-) -> None:
-    """A budget of 7 tokens, no divisor of the block size: chunks end anywhere in a block."""
-    answers, played = expected(prompts, indices), player(engine, prefill_tokens=7)
-    assert (
-        played.run([played.start(index, prompts[index], new_tokens(indices)) for index in indices]) == answers
-    )
-    assert len(played.steps) >= sum(len(prompts[index]) for index in indices) / 7
-
-
-@AHEAD
-def test_ids_of_resumed_rows_equal_generate(engine: Engine, prompts: list[list[int]]) -> None:
-    """Rows that start with some of their tokens generated elsewhere."""
-    indices = FEW
-    answers, played = expected(prompts, indices), player(engine)
-    bases = {index: min(5 + 3 * index, len(answers[index]) - 1) for index in indices}
-    starts = [
-        played.start(
-            index, prompts[index] + answers[index][: bases[index]], new_tokens(indices), bases[index]
-        )
-        for index in indices
-    ]
-    assert played.run(starts) == {index: answers[index][bases[index] :] for index in indices}
-    check_ends(played, answers)
+@pytest.mark.parametrize("indices", [pytest.param(FEW, id="few"), ALL])
+def test_ids_equal_generate(engine: Engine, prompts: list[list[int]], indices: list[int]) -> None:
+    """Of all rows at once; with a budget of 7 tokens, no divisor of the block size, so that chunks end
+    anywhere in a block; and of rows that start with some of their tokens generated elsewhere.
+    """
+    answers, end = expected(prompts, indices), new_tokens(indices)
+    rows = {index: prompts[index] for index in indices}
+    few = {index: prompts[index] for index in (FEWER if indices == FEW else indices)}
+    play: Any = partial(play_rows, engine, new_tokens=end, ignore_eos=False)
+    whole = play(rows)
+    assert whole.ids == answers and len(whole.free) == engine.ready.num_blocks
+    ends = {index: ("length" if len(ids) == end else "eos_token", len(ids)) for index, ids in answers.items()}
+    assert whole.ended == ends
+    chunked = play(few, prefill_tokens=7)
+    assert chunked.ids == {index: answers[index] for index in few}
+    assert len(chunked.steps) >= sum(map(len, few.values())) / 7
+    shown = {index: ids[: min(5 + 3 * index, len(ids) - 1)] for index, ids in answers.items()}
+    resumed = play(rows, shown=shown)
+    assert {index: shown[index] + ids for index, ids in resumed.ids.items()} == answers
+    assert resumed.ended == ends
 
 
 @AHEAD

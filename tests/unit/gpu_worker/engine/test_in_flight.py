@@ -3,6 +3,7 @@
 import random
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,7 @@ from common.messages.request import LogitsParams, SamplingParams
 from gpu_worker.engine.engine import Engine, LaunchPace
 from gpu_worker.engine.sampling import sampler
 from tests.support.engine import tiny_models
-from tests.support.engine.batch_player import Player, player
-from tests.support.engine.tiny_engine import prompts
+from tests.support.engine.tiny_engine import play_rows, prompts
 from tests.support.engine.tiny_models import FAMILIES
 from tests.support.parameters.slow_but import slow_but
 from tests.support.speculation.knowing_proposer import KnowingProposers
@@ -89,18 +89,14 @@ def test_no_operation_waits_for_the_device_before_a_step_is_read(
     tiny_models.save(tmp_path, *FAMILIES[family])
     monkeypatch.setattr(sampler, "kernels", lambda logits: None)  # as on a GPU
     engine = like_cuda(tmp_path)
+    rows, asked = dict(enumerate(prompts())), dict(enumerate(ASKED))
+    play: Any = partial(play_rows, engine, rows, 40, NEW_TOKENS, params=asked, ignore_eos=False)
     with Waits() as waits:
-        played = run(engine)
+        played = play()
         answers = {tuple(ids): played.ids[row] for row, ids in enumerate(prompts())}
         engine.rows.make_proposer = KnowingProposers(answers, 0.3, is_sure=True)
-        assert run(engine).ids == played.ids
+        assert play().ids == played.ids
     assert waits.found == set()
-
-
-def run(engine: Engine) -> Player:
-    played = player(engine, 40)
-    played.run([played.start(row, ids, NEW_TOKENS, **ASKED[row]) for row, ids in enumerate(prompts())])
-    return played
 
 
 STEP_S = 0.01

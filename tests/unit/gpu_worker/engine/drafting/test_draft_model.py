@@ -315,30 +315,6 @@ def test_heads_propose_what_their_formula_says(kind: str, tmp_path: Path) -> Non
         assert drafts == expected[: len(drafts)]
 
 
-@pytest.mark.parametrize(
-    ("config", "changed", "cause"),
-    [
-        (MEDUSA, {"1.1.linear.weight": None}, "there are no weights blocks.1.1.weight"),
-        (MEDUSA, {"2.2.weight": torch.zeros(7, 7)}, "size mismatch for heads.2.weight: "),
-        (MEDUSA | {"medusa_num_heads": "x"}, {}, "its config.json has no medusa_num_heads"),
-        (MLP | {"vocab_size": 7}, {}, "its vocab_size is 7, and the model's 500"),
-        (MLP | {"emb_dim": 7}, {}, "its emb_dim is 7, and the model's 64"),
-        (MLP | {"inner_dim": None, "n_predict": None}, {}, "its config.json has no n_predict and inner_dim"),
-        ({"architectures": ["EagleLlama"]}, {}, "EagleLlama is no kind of heads that is served"),
-    ],
-)
-def test_heads_that_do_not_fit_are_refused_by_name(
-    config: dict[str, Any], changed: dict[str, torch.Tensor | None], cause: str, tmp_path: Path
-) -> None:
-    tiny_models.save(tmp_path / "model", *FAMILIES["Llama"])
-    tensors = {**KINDS["medusa"][1], **changed}
-    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    heads = save_heads(tmp_path / "heads", config, given)
-    with pytest.raises(SettingError) as error:
-        drafting_engine(tmp_path / "model", {"model": str(heads)})
-    assert error.value.name == "speculative_config" and cause in error.value.cause
-
-
 EAGLE_INNER, DRAFT_VOCAB, HEADS, KV_HEADS = 96, 100, 4, 2
 HEAD_DIM, EPSILON, NUM_BY_HEADS = 16, 1e-6, 3
 CONFIG: dict[str, Any] = {
@@ -433,23 +409,33 @@ def test_the_layer_proposes_what_its_formula_says(way: str, tmp_path: Path) -> N
         assert drafts == expected_drafts(model, tensors, ids, len(drafts), layers, before)
 
 
-@pytest.mark.parametrize(
-    ("config", "changed", "cause"),
-    [
-        ({}, {"fc.weight": None}, "there are no weights fc.weight"),
-        ({}, {"d2t": torch.arange(DRAFT_VOCAB) * 9}, "d2t does not name 100 of the model's 500 tokens"),
-        ({"num_hidden_layers": 2}, {}, "its num_hidden_layers is 2, and only 1 is served for EAGLE-3"),
-        ({"target_hidden_size": 32}, {}, "its target_hidden_size is 32, and the model's 64"),
-        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}, {}, "it takes states of layers [0, 1, 9]"),
-    ],
-)
-def test_a_layer_that_does_not_fit_is_refused_by_name(
+REFUSED: list[tuple[dict[str, Any], dict[str, torch.Tensor | None], str]] = [
+    (MEDUSA, {"1.1.linear.weight": None}, "there are no weights blocks.1.1.weight"),
+    (MEDUSA, {"2.2.weight": torch.zeros(7, 7)}, "size mismatch for heads.2.weight: "),
+    (MEDUSA | {"medusa_num_heads": "x"}, {}, "its config.json has no medusa_num_heads"),
+    (MLP | {"vocab_size": 7}, {}, "its vocab_size is 7, and the model's 500"),
+    (MLP | {"emb_dim": 7}, {}, "its emb_dim is 7, and the model's 64"),
+    (MLP | {"inner_dim": None, "n_predict": None}, {}, "its config.json has no n_predict and inner_dim"),
+    ({"architectures": ["EagleLlama"]}, {}, "EagleLlama is no kind of heads that is served"),
+    (CONFIG, {"fc.weight": None}, "there are no weights fc.weight"),
+    (CONFIG, {"d2t": torch.arange(DRAFT_VOCAB) * 9}, "d2t does not name 100 of the model's 500 tokens"),
+    (CONFIG | {"num_hidden_layers": 2}, {}, "its num_hidden_layers is 2, and only 1 is served for EAGLE-3"),
+    (CONFIG | {"target_hidden_size": 32}, {}, "its target_hidden_size is 32, and the model's 64"),
+    (CONFIG | {"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}, {}, "it takes states of layers [0, 1, 9]"),
+]
+
+
+@pytest.mark.parametrize(("config", "changed", "cause"), REFUSED)
+def test_heads_that_do_not_fit_are_refused_by_name(
     config: dict[str, Any], changed: dict[str, torch.Tensor | None], cause: str, tmp_path: Path
 ) -> None:
     tiny_models.save(tmp_path / "model", *FAMILIES["Llama"])
-    tensors = {**eagle_tensors(HIDDEN, EAGLE_INNER, DRAFT_VOCAB), "d2t": offsets(), **changed}
+    is_layer = config.get("architectures") == CONFIG["architectures"]
+    layer = {**eagle_tensors(HIDDEN, EAGLE_INNER, DRAFT_VOCAB), "d2t": offsets()}
+    tensors = {**(layer if is_layer else KINDS["medusa"][1]), **changed}
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    head = save_heads(tmp_path / "head", CONFIG | config, given)
+    heads = save_heads(tmp_path / "heads", config, given)
+    how = {"model": str(heads)} | ({"num_speculative_tokens": 2} if is_layer else {})
     with pytest.raises(SettingError) as error:
-        drafting_engine(tmp_path / "model", {"model": str(head), "num_speculative_tokens": 2})
+        drafting_engine(tmp_path / "model", how)
     assert error.value.name == "speculative_config" and cause in error.value.cause

@@ -1,6 +1,5 @@
 """Models that pool: encoders' vectors and scores are those of transformers, a decoder's of its last token."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -113,27 +112,29 @@ def test_what_an_encoder_cannot_do_is_refused(tmp_path: Path, settings: dict[str
 
 
 @pytest.mark.parametrize(
-    "mode, words",
+    "name, content, words",
     [
-        ({"pooling_mode_weightedmean_tokens": True}, "pools by weightedmean; one of cls, mean"),
-        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, "pools by cls and mean; one of"),
+        (
+            "1_Pooling/config.json",
+            '{"pooling_mode_weightedmean_tokens": true}',
+            "weightedmean; one of cls, mean",
+        ),
+        (
+            "1_Pooling/config.json",
+            '{"pooling_mode_cls_token": true, "pooling_mode_mean_tokens": true}',
+            "pools by cls and mean; one of",
+        ),
+        ("modules.json", "[" * 100_000, "is not JSON"),
+        ("modules.json", "{}", "is no JSON list of objects"),
+        ("modules.json", "[1]", "is no JSON list of obj"),
     ],
 )
-def test_ways_to_pool_that_are_not_served_are_named(tmp_path: Path, mode: dict[str, Any], words: str) -> None:
+def test_ways_to_pool_that_are_not_served_or_damaged_are_named(
+    tmp_path: Path, name: str, content: str, words: str
+) -> None:
     save_encoder(tmp_path, "BERT")
     save_modules(tmp_path)
-    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(mode))
-    with pytest.raises(SettingError, match=words):
-        read_pooling(tmp_path, Settings(model_id=str(tmp_path)))
-
-
-@pytest.mark.parametrize(
-    "modules, words",
-    [("[" * 100_000, "is not JSON"), ("{}", "is no JSON list of objects"), ("[1]", "is no JSON list of obj")],
-)
-def test_a_damaged_list_of_modules_is_refused(tmp_path: Path, modules: str, words: str) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "modules.json").write_text(modules)
+    (tmp_path / name).write_text(content)
     with pytest.raises(SettingError, match=words):
         read_pooling(tmp_path, Settings(model_id=str(tmp_path)))
 
