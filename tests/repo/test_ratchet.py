@@ -18,7 +18,7 @@ MOST = {  # statements, lines
     "gpu_worker": (11_099, 21_254),
     "common": (3_761, 7_491),
     "deploy": (2_564, 4_430),
-    "tests": (31_760, 55_442),
+    "tests": (31_723, 55_376),
     "benchmarks": (2_187, 3_704),
 }
 MOST_WORDS_OF_DOCS = 21_817
