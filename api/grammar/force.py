@@ -28,8 +28,14 @@ from api.answers.call_formats import (
 from api.answers.call_readers import resolve_reference, types_of
 from api.answers.scanner import NO_NAME, Tool
 from api.errors import ApiError, invalid
-from api.grammar.apart import cannot_compile, run_apart
-from api.grammar.compile import MAX_GRAMMAR_BYTES, Grammar, checked, compile_checked
+from api.grammar.compile import (
+    MAX_GRAMMAR_BYTES,
+    Grammar,
+    cannot_compile,
+    checked,
+    compile_checked,
+    run_apart,
+)
 from api.grammar.lark import TEXT, Lark, SpecialIds, enforced, literal, one_of, regex
 
 LINES = r"/\n{0,2}/"
@@ -84,13 +90,10 @@ async def call_grammar(
 def compile_calls(name: str, key: str, special_ids: SpecialIds, is_required: bool, is_parallel: bool) -> str:
     form, tools = CALL_FORMATS[name], [Tool(*fields) for fields in json.loads(key)]
     forced = [(tool, forced_schema(tool)) for tool in tools]
-    try:
-        return checked(
-            lambda ids: call_source(form, Lark(ids), forced, is_required, is_parallel), special_ids
-        )
-    except ValueError as error:
-        field = field_of(tools[0]) if len(tools) == 1 else "tools"
-        raise cannot_compile(field, str(error)) from error
+    field = field_of(tools[0]) if len(tools) == 1 else "tools"
+    return checked(
+        field, lambda ids: call_source(form, Lark(ids), forced, is_required, is_parallel), special_ids
+    )
 
 
 def answer_source(

@@ -13,12 +13,12 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (13_011, 25_205),
+    "api": (13_003, 25_194),
     "batcher": (2_786, 4_798),
     "gpu_worker": (11_099, 21_254),
     "common": (3_761, 7_491),
     "deploy": (2_564, 4_430),
-    "tests": (31_723, 55_376),
+    "tests": (31_722, 55_376),
     "benchmarks": (2_187, 3_704),
 }
 MOST_WORDS_OF_DOCS = 21_817

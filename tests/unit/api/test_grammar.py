@@ -22,7 +22,6 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from api.answers.call_formats import CALL_FORMATS, PAIR, PARAMETER, REASONING_FORMATS, ReasoningFormat
 from api.answers.scanner import Tool
 from api.errors import ApiError
-from api.grammar.apart import run_apart
 from api.grammar.compile import (
     ANY_OBJECT,
     MAX_GRAMMAR_BYTES,
@@ -30,6 +29,7 @@ from api.grammar.compile import (
     byte_tokenizer,
     compile_checked,
     compile_grammar,
+    run_apart,
 )
 from api.grammar.force import answer_source, call_grammar
 from api.grammar.lark import WHITESPACE, enforced
