@@ -187,8 +187,8 @@ def build(
     inner = around(app, partial(write_inherited, gateway.pools), resume_posts)
     return around(
         add_cors(inner, gateway.settings),
-        partial(give_answer_socket, channel or KeeperChannel(None)),
         partial(gateway.access.log_request, protocol_at),
+        partial(give_answer_socket, channel or KeeperChannel(None)),
     )
 
 

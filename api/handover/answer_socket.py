@@ -267,6 +267,8 @@ class AnswerSocket:
         cycle: the server's object for this request; it has the transport and its flow control.
         answer: what the keeper is told; None if the socket is not kept.
         is_told: whether the keeper may know of the answer.
+        ends: called when the kernel has every byte of the answer, so that a death of the gateway loses none
+            of them, or when it ends in another way.
         is_handed_over: whether another gateway goes on with it.
         is_closed: set when this gateway can write nothing more to a socket that it has handed over.
     """
@@ -276,6 +278,7 @@ class AnswerSocket:
         self.cycle = cycle
         self.answer = answer
         self.is_told = False
+        self.ends: list[Callable[[], None]] = []
         if answer is not None:  # inherited
             self.is_told = True
             channel.handovers.add(self.hand_over)
@@ -389,13 +392,17 @@ class AnswerSocket:
         self.cycle.transport.abort()
 
     async def finish(self) -> None:
-        """Tell the keeper that the answer is over here: all is written, the client has gone, or the answer
-        was handed over.
+        """End the answer here: all is written, the client has gone, or the answer was handed over. Then tell
+        the keeper.
         """
+        try:
+            if self.ends and not self.is_handed_over:
+                await flush(self.cycle)
+        finally:
+            while self.ends:
+                self.ends.pop()()
         if self.answer is None or not self.is_told:
             return
-        if not self.is_handed_over:
-            await flush(self.cycle)
         self.channel.handovers.discard(self.hand_over)
         if not self.is_handed_over:
             name, requests = self.answer.name, self.answer.requests
@@ -446,7 +453,7 @@ def socket_of(scope: Scope) -> AnswerSocket:
 async def give_answer_socket(
     channel: KeeperChannel, app: ASGIApp, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """The outermost middleware gives each HTTP request its AnswerSocket; a route may have the socket kept."""
+    """Middleware: give each HTTP request its AnswerSocket; a route may have the socket kept."""
     state = scope["state"]
     answer_socket = AnswerSocket(channel, scope["extensions"][CYCLE], state.get(INHERITED))
     state[ANSWER_SOCKET] = answer_socket
@@ -461,4 +468,3 @@ async def give_answer_socket(
         await app(scope, receive, send_start)
     finally:
         await answer_socket.finish()
-    scope.clear()  # it refers to itself, and would stay until a full garbage collection

@@ -210,7 +210,7 @@ class RequestRecord:
                 "choices": len(streams) if len(streams) > 1 else None,
                 "queue_s": round(max(queued), 3) if queued else None,
                 "first_token_s": round(first_s - self.started_s, 3) if first_s else None,
-                "reason": ",".join(dict.fromkeys(reasons)),
+                "reason": self.fields.get("reason") or ",".join(dict.fromkeys(reasons)),
                 "error": failure,
             }
         )
@@ -256,9 +256,9 @@ class AccessLog:
         receive: Receive,
         send: Send,
     ) -> None:
-        """Middleware: give a request an id and the row of its protocol, log it at its end, and count it in
-        `load` until then. One for tokens is traced, and counted when it arrives, and waits for its turn if
-        many arrive at once.
+        """The outermost middleware: give a request an id and the row of its protocol, log it at its end, and
+        count it in `load` until then. One for tokens is traced, counted when it arrives, and waits for its
+        turn if many arrive at once.
         """
         state = scope["state"]
         row = state[ROW] = protocol_at(scope["path"])
@@ -303,6 +303,7 @@ class AccessLog:
             path, is_read = scope["path"], scope["method"] in ("GET", "HEAD")
             if not (is_read and (path in POLLED or path.startswith(PAGE))):
                 self.write(record)
+        scope.clear()  # it refers to itself, and would stay until a full garbage collection
 
     def write(self, record: RequestRecord) -> None:
         """Export the spans of a request that has ended, and write its line; beyond `rate` lines count it

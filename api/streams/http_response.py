@@ -1,13 +1,12 @@
 """HTTP responses of an answer: its tokens as they come (`TokenStream`), or all of it in one body.
 
-Each has the answer's socket kept. It releases the streams when the kernel has all bytes or the client has
-gone: then a request that has not ended is cancelled, unless another gateway goes on with it or its client may
-come back.
+Each has the answer's socket kept. At its end the streams are released: then a request that has not ended is
+cancelled, unless another gateway goes on with it or its client may come back.
 """
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -19,8 +18,8 @@ from starlette.types import Receive, Scope, Send
 from api.answers.answer import HttpAnswer
 from api.errors import failed
 from api.event_loop import offload
-from api.handover.answer_socket import FORMAT, flush, socket_of
-from api.http.middleware import STREAM_PATH, RequestRecord, count_longest, export_sent, record_of
+from api.handover.answer_socket import FORMAT, socket_of
+from api.http.middleware import STREAM_PATH, count_longest, export_sent, record_of
 from api.http.sse import (
     COMMENT,
     COMMENT_AMONG_IDS,
@@ -94,13 +93,16 @@ async def keep_socket(
     await socket_of(scope).keep(kept)
 
 
-def end_reading(scope: Scope, reader: Reader, record: RequestRecord | None) -> None:
-    """Release an answer, and end its part of the trace and of the access log."""
+def end_reading(scope: Scope, reader: Reader, is_only: bool) -> None:
+    """Release an answer, and end its part of the trace and, if it is the only one, of the access log."""
     answer, streams, goes_on = reader.answer, reader.streams, socket_of(scope).is_handed_over
+    connection: Connection = scope["state"][CONNECTION]
+    connection.answer_id, connection.count_ended = "", None
     export_sent(answer, streams, reader.number, goes_on)
     if not goes_on:
         count_longest(streams)
-    if record is not None:
+    if is_only:
+        record = record_of(scope)
         record.goes_on, record.route = goes_on, answer.route
         record.note_streams(answer.model, streams, "left" if answer.terms.kept_s else "cancelled")
     reader.release(goes_on)
@@ -131,16 +133,13 @@ class TokenStream(FeedResponse):
         connection: Connection = scope["state"][CONNECTION]
         connection.count_ended = self.count_ended
         self.may_comment = socket_of(scope).may_comment
-        try:
-            if not self.is_merged:
-                connection.answer_id = self.readers[0].answer.request_id
-                await keep_socket(scope, self.readers[0], self.comment)
-            await super().__call__(scope, receive, send)
-            await flush(socket_of(scope).cycle)
-        finally:
-            connection.answer_id, connection.count_ended = "", None
-            for reader in self.readers:
-                end_reading(scope, reader, None if self.is_merged else record_of(scope))
+        socket_of(scope).ends += [
+            partial(end_reading, scope, reader, not self.is_merged) for reader in self.readers
+        ]
+        if not self.is_merged:
+            connection.answer_id = self.readers[0].answer.request_id
+            await keep_socket(scope, self.readers[0], self.comment)
+        await super().__call__(scope, receive, send)
 
     def count_ended(self) -> int:
         """Number of records of streams that have ended; they wait to be rendered."""
@@ -172,15 +171,11 @@ async def respond(
         frames = renderer(answer, streams).frames()
         reader.frames = RestOfFeed(frames, reader.num_seen) if reader.num_seen else frames
         return TokenStream([reader], headers)
-    end = partial(end_reading, request.scope, reader, record_of(request.scope))
-    try:
-        await keep_socket(request.scope, reader, extra=headers)
-        await wait_until_finished(streams, request)
-        body, more_headers = await render_whole(renderer(answer, streams), arrived_s)
-    except BaseException:
-        end()
-        raise
-    return WholeAnswer(body, {**headers, **more_headers}, end)
+    socket_of(request.scope).ends.append(partial(end_reading, request.scope, reader, True))
+    await keep_socket(request.scope, reader, extra=headers)
+    await wait_until_finished(streams, request)
+    body, more_headers = await render_whole(renderer(answer, streams), arrived_s)
+    return Response(body, 200, {**headers, **more_headers}, "application/json")
 
 
 async def render_whole(renderer: Renderer, arrived_s: float) -> tuple[bytes, dict[str, str]]:
@@ -190,21 +185,6 @@ async def render_whole(renderer: Renderer, arrived_s: float) -> tuple[bytes, dic
     streams = renderer.streams
     body, num_tokens = await offload(sum(stream.num_records for stream in streams), renderer.whole)
     return body, total_headers(renderer.answer, streams, num_tokens, arrived_s)
-
-
-class WholeAnswer(Response):
-    """One JSON body; `end` is called when the kernel has all of it, or the client has gone."""
-
-    def __init__(self, body: bytes, headers: Mapping[str, str], end: Callable[[], None]) -> None:
-        super().__init__(body, 200, headers, "application/json")
-        self.end = end
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-            await flush(socket_of(scope).cycle)
-        finally:
-            self.end()
 
 
 async def wait_until_finished(streams: Sequence[Stream], request: Request) -> None:
