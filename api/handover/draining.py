@@ -23,6 +23,7 @@ from api.errors import unavailable
 from api.handover.answer_socket import KeeperChannel
 from api.handover.heir import InheritedConnection, go_on
 from api.http.connection_limits import Acceptor
+from api.http.protocol import HttpProtocol
 from common.messages.kept_answer import KeptAnswer
 from common.process.event_loop import until_beat
 
@@ -151,14 +152,11 @@ class GatewayServer(uvicorn.Server):
     async def serve_connection(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         try:
-            await loop.connect_accepted_socket(self.new_protocol, connection)
+            await loop.connect_accepted_socket(
+                lambda: HttpProtocol(self.config, self.server_state, self.lifespan.state), connection
+            )
         except OSError:  # its client has gone
             connection.close()
-
-    def new_protocol(self) -> asyncio.Protocol:
-        protocol: Any = self.config.http_protocol_class
-        made: asyncio.Protocol = protocol(self.config, self.server_state, self.lifespan.state)
-        return made
 
     def inherit(self, answer: KeptAnswer, connection: socket.socket) -> None:
         """Continue an answer of another gateway, in a task that the server waits for before it ends."""

@@ -67,12 +67,6 @@ class InheritedConnection(HttpProtocol):
     def data_received(self, data: bytes) -> None:
         pass
 
-    def eof_received(self) -> bool:  # type: ignore[override]
-        """Keep the connection: its client has sent the whole request before."""
-        self.connection.is_half_closed = True
-        self.cycle.message_event.set()
-        return True
-
 
 async def go_on(
     answer: KeptAnswer,

@@ -436,7 +436,12 @@ async def respond(request: Request, request_id: str) -> Response:
     if answer.response is not None and fields_of(answer)["background"]:
         return json_response(await render_response(admitted, await read_response(admitted)))
     await run_until_one_ends(wait_for_end(pool, answer), client_gone(request))
-    return await respond_with_ended(admitted)
+    streams = await attach.read_committed(*admitted)
+    if not all(stream.finished for stream in streams):
+        raise lost()
+    arrived_s = time.monotonic() - attach.age_s(pool, answer)
+    content, headers = await render_whole(protocol_of(answer.route).renderer(answer, streams), arrived_s)
+    return Response(content, 200, headers, "application/json")
 
 
 async def find_admitted(request: Request, request_id: str) -> Admitted:
@@ -468,14 +473,3 @@ async def wait_for_end(pool: Pool, answer: HttpAnswer) -> None:
         if all(state.terminal for state in states):
             return
         await asyncio.sleep(POLL_S)
-
-
-async def respond_with_ended(admitted: Admitted) -> Response:
-    """The whole of an answer that has ended. Raises ApiError (503)."""
-    pool, answer, channel = admitted
-    streams = await attach.read_committed(pool, answer, channel)
-    if not all(stream.finished for stream in streams):
-        raise lost()
-    arrived_s = time.monotonic() - attach.age_s(pool, answer)
-    body, headers = await render_whole(protocol_of(answer.route).renderer(answer, streams), arrived_s)
-    return Response(body, 200, headers, "application/json")

@@ -447,7 +447,8 @@ class Filler:
         if stream is not None:
             await self.detokenize_late(stream)
             with contextlib.suppress(WireError):
-                stream.add_logged(tokens, worker)
+                if not stream.terminal:
+                    stream.add_tokens(tokens, worker)
             await self.pace.step()
 
     # --- strings and ends -----------------------------------------------------------------------------------

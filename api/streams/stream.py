@@ -337,12 +337,8 @@ class Stream:
         )
         self.num_ready = num_tokens - waits
 
-    def add_logged(self, tokens: Tokens, worker: str) -> None:
-        """Add the new ones of `tokens`, which were read from a worker's log."""
-        if not self.terminal:
-            self.add_tokens(tokens, worker)
-
     def add_tokens(self, tokens: Tokens, source: str) -> bool:
+        """Add the new ones of `tokens`, from an event or from a worker's log, as `add_event` does."""
         if not tokens.index and not self.ids:
             self.times.note_start(tokens.since_start_ms / 1000)
             self.prompt.num_cached = tokens.num_cached
