@@ -5,6 +5,7 @@ The channel to the keeper, which a gateway that was started alone lacks; and wha
 import asyncio
 import contextlib
 import functools
+import io
 import logging
 import os
 import socket
@@ -231,16 +232,6 @@ class RestOfAnswer:
         self.transport.abort()
 
 
-class WrittenHead:
-    """A transport that keeps the head of one response."""
-
-    def __init__(self) -> None:
-        self.head = b""
-
-    def write(self, data: bytes) -> None:
-        self.head += data
-
-
 # --- answer socket ------------------------------------------------------------------------------------------
 
 
@@ -313,16 +304,16 @@ class AnswerSocket:
             await send(message)
             return
         await self.cycle.flow.drain()
-        transport, written = self.cycle.transport, WrittenHead()
+        transport, written = self.cycle.transport, io.BytesIO()
         self.cycle.transport = written
         try:
             await send(message)
         finally:
             self.cycle.transport = transport
         if not self.answer.head:
-            await self.tell(replace(self.answer, head=written.head))
+            await self.tell(replace(self.answer, head=written.getvalue()))
         if not self.cycle.disconnected:
-            transport.write(self.answer.head if self.answer else written.head)
+            transport.write(self.answer.head if self.answer else written.getvalue())
 
     async def tell(self, answer: KeptAnswer) -> None:
         """Tell the keeper of an answer. If that fails, its socket is not kept."""

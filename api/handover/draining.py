@@ -23,7 +23,6 @@ from api.errors import unavailable
 from api.handover.answer_socket import KeeperChannel
 from api.handover.heir import InheritedConnection, go_on
 from api.http.connection_limits import Acceptor
-from api.http.protocol import HttpProtocol
 from common.messages.kept_answer import KeptAnswer
 from common.process.event_loop import until_beat
 
@@ -150,11 +149,10 @@ class GatewayServer(uvicorn.Server):
             connection.shutdown()
 
     async def serve_connection(self, connection: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
+        protocol: Any = self.config.http_protocol_class
+        made = partial(protocol, self.config, self.server_state, self.lifespan.state)
         try:
-            await loop.connect_accepted_socket(
-                lambda: HttpProtocol(self.config, self.server_state, self.lifespan.state), connection
-            )
+            await asyncio.get_running_loop().connect_accepted_socket(made, connection)
         except OSError:  # its client has gone
             connection.close()
 

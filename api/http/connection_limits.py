@@ -174,8 +174,9 @@ class Connections:
 
     def cut(self, connection: Connection, reason: str, why: str) -> None:
         """Cut a connection at once, and drop what waits for its client."""
-        answer_id, num_bytes = connection.answer_id or "none", connection.num_bytes
-        log.warning("a client is cut off with %d bytes unread: %s (request: %s)", num_bytes, why, answer_id)
+        names = ", ".join(reader.answer.request_id for reader in connection.readers) or "none"
+        text = "a client is cut off with %d bytes unread: %s (request: %s)"
+        log.warning(text, connection.num_bytes, why, names)
         catalogue.UNREAD_CUT.add(1, reason)
         self.open.discard(connection)
         connection.transport.abort()

@@ -16,7 +16,8 @@ import sys
 import termios
 import time
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -277,8 +278,7 @@ class Connection:
     """One connection of a client, and what it has not read yet.
 
     Attributes:
-        answer_id: id of the answer that is being written; empty for none.
-        count_ended: counts the records of that answer that are complete and not rendered yet.
+        readers: of the answers that are being written on it, as frames.
         taken: result of `bytes_taken` at the last check; 0 if nothing waited.
         taken_s: monotonic time since which the client has taken nothing.
         is_half_closed: whether the client has closed its side. It may still read.
@@ -287,8 +287,7 @@ class Connection:
     def __init__(self, transport: asyncio.Transport, address: str = "") -> None:
         self.transport = transport
         self.address = address
-        self.answer_id = ""
-        self.count_ended: Callable[[], int] | None = None
+        self.readers: Sequence[Any] = ()
         self.taken = 0
         self.taken_s = time.monotonic()
         self.is_half_closed = False
@@ -296,7 +295,7 @@ class Connection:
     @property
     def num_bytes(self) -> int:
         """Bytes that wait to be written, and about those of a complete answer that is not rendered yet."""
-        num_records = self.count_ended() if self.count_ended is not None else 0
+        num_records: int = sum(reader.num_records for reader in self.readers)
         return self.transport.get_write_buffer_size() + RECORD_BYTES * num_records
 
     def check(self, now_s: float) -> None:

@@ -25,7 +25,6 @@ from api.http.sse import (
     COMMENT_AMONG_IDS,
     CONNECTION,
     SSE_HEADERS,
-    Connection,
     Feed,
     FeedResponse,
     RestOfFeed,
@@ -96,8 +95,7 @@ async def keep_socket(
 def end_reading(scope: Scope, reader: Reader, is_only: bool) -> None:
     """Release an answer, and end its part of the trace and, if it is the only one, of the access log."""
     answer, streams, goes_on = reader.answer, reader.streams, socket_of(scope).is_handed_over
-    connection: Connection = scope["state"][CONNECTION]
-    connection.answer_id, connection.count_ended = "", None
+    scope["state"][CONNECTION].readers = ()
     export_sent(answer, streams, reader.number, goes_on)
     if not goes_on:
         count_longest(streams)
@@ -130,20 +128,14 @@ class TokenStream(FeedResponse):
         self.is_merged = merged is not None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        connection: Connection = scope["state"][CONNECTION]
-        connection.count_ended = self.count_ended
+        scope["state"][CONNECTION].readers = self.readers
         self.may_comment = socket_of(scope).may_comment
         socket_of(scope).ends += [
             partial(end_reading, scope, reader, not self.is_merged) for reader in self.readers
         ]
         if not self.is_merged:
-            connection.answer_id = self.readers[0].answer.request_id
             await keep_socket(scope, self.readers[0], self.comment)
         await super().__call__(scope, receive, send)
-
-    def count_ended(self) -> int:
-        """Number of records of streams that have ended; they wait to be rendered."""
-        return sum(reader.num_records for reader in self.readers)
 
 
 # --- an answer ----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (13_003, 25_194),
+    "api": (12_974, 25_145),
     "batcher": (2_786, 4_798),
     "gpu_worker": (11_099, 21_254),
     "common": (3_761, 7_491),
