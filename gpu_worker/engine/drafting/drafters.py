@@ -55,7 +55,6 @@ from gpu_worker.engine.drafting.proposers import Proposer
 from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.model import Draft, LoadedModel
 from gpu_worker.engine.model.rope import BY_LENGTH
-from gpu_worker.engine.model.warmup import fastest_ms
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.sampling.grammar import Matchers
 from gpu_worker.engine.sampling.sampler import sample
@@ -382,9 +381,9 @@ class HiddenStates:
     that stays, which the graph writes again whenever it is replayed.
     """
 
-    def __init__(self, modules: Sequence[Any], max_tokens: int, device: torch.device) -> None:
-        self.max_tokens = max_tokens
-        self.device = device
+    def __init__(self, modules: Sequence[Any], target: LoadedModel) -> None:
+        self.max_tokens = warmup.max_step_tokens(target.settings, target.device)
+        self.device = target.device
         self.recorded: list[torch.Tensor] = [torch.empty(0)] * len(modules)
         for number, module in enumerate(modules):
             module.register_forward_pre_hook(partial(self.record, number), with_kwargs=True)
@@ -541,10 +540,10 @@ class EagleDrafter(ModelDrafter):
         inputs: by row, as drafting sees it, hidden states [tokens, hidden] of its next slice.
     """
 
-    def __init__(self, draft: Draft, *others: Any) -> None:
-        super().__init__(draft, *others)
+    def __init__(self, draft: Draft, target: LoadedModel, *others: Any) -> None:
+        super().__init__(draft, target, *others)
         self.layer: Any = self.loaded.model
-        self.states = HiddenStates(draft.recorded, draft.max_states, self.device)
+        self.states = HiddenStates(draft.recorded, target)
         self.inputs: dict[Row, torch.Tensor] = {}
 
     @torch.inference_mode()
@@ -673,10 +672,6 @@ class MedusaHeads(nn.Module):
         )
         self.heads = nn.ModuleList(nn.Linear(hidden_size, vocab_size, bias=False) for _ in range(num_heads))
 
-    def begin(self, states: torch.Tensor) -> torch.Tensor:
-        """Hidden states [rows, hidden] of the model's dtype → what `logits` takes."""
-        return states
-
     def logits(
         self, place: int, states: torch.Tensor, tokens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -740,12 +735,6 @@ class MlpSpeculatorHeads(nn.Module):
         self.state_weight = 0.5 ** (0.5 / num_heads)
         self.token_weight = math.sqrt(1 - self.state_weight**2) * math.sqrt(inner / 2)
 
-    def begin(self, states: torch.Tensor) -> torch.Tensor:
-        """Hidden states [rows, hidden] of the model's dtype → what `logits` takes."""
-        if not self.scales_input:
-            return states
-        return nn.functional.rms_norm(states, states.shape[-1:], eps=EPSILON) * 2**-0.5
-
     def logits(
         self, place: int, states: torch.Tensor, tokens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -753,6 +742,8 @@ class MlpSpeculatorHeads(nn.Module):
         and the states for the next place.
         """
         part = 0 if self.tied else place
+        if self.scales_input and not place:
+            states = nn.functional.rms_norm(states, states.shape[-1:], eps=EPSILON) * 2**-0.5
         projected = self.proj[min(place, len(self.proj) - 1)](states) * self.state_weight
         states = self.ln[part](projected + self.emb[part](tokens) * self.token_weight)
         states = nn.functional.gelu(states)
@@ -771,7 +762,7 @@ class HeadDrafter(Drafter):
     def __init__(self, draft: Draft, target: LoadedModel, *others: Any) -> None:
         super().__init__(draft, target, *others)
         self.heads: Any = draft.model
-        self.states = HiddenStates([target.model.get_output_embeddings()], draft.max_states, target.device)
+        self.states = HiddenStates([target.model.get_output_embeddings()], target)
 
     def on_forward(self, slices: Sequence[RowSlice]) -> None:
         """Keep the states from which rows sample: which of them is the last one is known once the step is
@@ -787,11 +778,9 @@ class HeadDrafter(Drafter):
                 kept = states[begin - number : begin]
                 proposer.states = (row_slice.kv_len - number, kept.clone() if kept.is_cuda else kept)
 
-    @torch.inference_mode()
     def begin(self, chains: Sequence[DraftChain]) -> list[DraftChain]:
         for chain in chains:
-            state = last_state(chain.proposer)
-            chain.hidden = None if state is None else self.heads.begin(state[None])[0]
+            chain.hidden = last_state(chain.proposer)
         return [chain for chain in chains if chain.hidden is not None]
 
     @torch.inference_mode()
@@ -807,9 +796,9 @@ class HeadDrafter(Drafter):
     def measure_ms(self, num_rows: int) -> float:
         weight = next(self.heads.parameters())
         hidden = self.states.recorded[0].shape[1]
-        states = self.heads.begin(weight.new_zeros(num_rows, hidden))
+        states = weight.new_zeros(num_rows, hidden)
         tokens = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
-        return fastest_ms(lambda: self.heads.logits(0, states, tokens), self.device)
+        return warmup.fastest_ms(lambda: self.heads.logits(0, states, tokens), self.device)
 
 
 def last_state(proposer: Proposer) -> torch.Tensor | None:

@@ -37,7 +37,6 @@ from gpu_worker.engine.drafting.drafters import (
 )
 from gpu_worker.engine.model.load import assemble, attach_empty, name_of, read_model, try_to_fuse
 from gpu_worker.engine.model.model import Draft, LoadContext, LoadedModel
-from gpu_worker.engine.model.warmup import max_step_tokens
 from gpu_worker.engine.model.weights import check_files, read_config, renamed
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
 from gpu_worker.engine.parallel.stages import find_layers
@@ -75,9 +74,7 @@ def load_draft(
             raise SettingError(CONFIG, cause)
         progress(f"loading {speculation.model}, which proposes tokens")
         own = speculation.model_copy(update={"method": method})
-        draft = LOADERS[method](found, own, settings, target, communicator)
-        draft.max_states = max_step_tokens(settings, target.device)
-        return draft
+        return METHODS[method][0](found, own, settings, target, communicator)
     except SettingError as error:
         raise SettingError(CONFIG, error.cause) from error
     except UnservableModel as error:
@@ -159,16 +156,14 @@ def check_vocabulary(path: Path, target: LoadedModel) -> None:
         raise UnservableModel(f"its vocabulary has {size} tokens, and {target.vocab_size} are needed")
 
 
-HEADS: Mapping[str, Any] = {MEDUSA: MedusaHeads, MLP_SPECULATOR: MlpSpeculatorHeads}
-
-
 def load_heads(
     path: Path, speculation: Speculation, settings: Settings, target: LoadedModel, communicator: Communicator
 ) -> Draft:
     """Heads of a checkpoint, on the device of the model. Raises SettingError, UnservableModel."""
     config = read_json(path / CONFIG_FILE)
     hidden_size = target.model.config.get_text_config().hidden_size
-    heads = HEADS[speculation.method](config, hidden_size, target.vocab_size)
+    kind = MedusaHeads if speculation.method == MEDUSA else MlpSpeculatorHeads
+    heads = kind(config, hidden_size, target.vocab_size)
     most = min(heads.num_heads, MAX_SPECULATED)
     if speculation.num_tokens > most:
         cause = f"num_speculative_tokens is {speculation.num_tokens}, but it has {most} heads"
@@ -219,14 +214,14 @@ def load_eagle(
     layers = target.model.get_submodule(find_layers(target.model))
     recorded = [layers[number] for number in numbers]
     state_bytes = len(numbers) * target_config.hidden_size * dtype.itemsize
-    return Draft(EAGLE3, speculation.num_tokens, layer, cached, 0, state_bytes, recorded)
+    return Draft(EAGLE3, speculation.num_tokens, layer, cached, state_bytes, recorded)
 
 
-LOADERS: Mapping[str, Callable[[Path, Speculation, Settings, LoadedModel, Communicator], Draft]] = {
-    DRAFT_MODEL: load_model,
-    EAGLE3: load_eagle,
-    MEDUSA: load_heads,
-    MLP_SPECULATOR: load_heads,
+METHODS: Mapping[str, tuple[Callable[..., Draft], type[Drafter]]] = {
+    DRAFT_MODEL: (load_model, ModelDrafter),
+    EAGLE3: (load_eagle, EagleDrafter),
+    MEDUSA: (load_heads, HeadDrafter),
+    MLP_SPECULATOR: (load_heads, HeadDrafter),
 }
 
 
@@ -248,18 +243,10 @@ def read_parameters(heads: Any, path: Path) -> None:
         raise UnservableModel(str(error).splitlines()[-1].strip()) from error
 
 
-DRAFTERS: Mapping[str, type[Drafter]] = {
-    DRAFT_MODEL: ModelDrafter,
-    EAGLE3: EagleDrafter,
-    MEDUSA: HeadDrafter,
-    MLP_SPECULATOR: HeadDrafter,
-}
-
-
 def make_drafter(loaded: LoadedModel, matchers: Matchers, communicator: Communicator) -> Drafter | None:
     """None if no model proposes tokens."""
     draft = loaded.draft
     if draft is None:
         return None
-    kind = Drafter if draft.model is None else DRAFTERS[draft.method]
+    kind = Drafter if draft.model is None else METHODS[draft.method][1]
     return kind(draft, loaded, matchers, communicator)

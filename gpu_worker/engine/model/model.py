@@ -137,8 +137,7 @@ class Draft:
         num_tokens: most tokens proposed at a time.
         model: its modules; None on other ranks.
         cached: the same as a model whose cache has the blocks of the other; None where nothing is cached.
-        max_states: of how many tokens of a step hidden states are kept on a GPU.
-        state_bytes: of the states of one token.
+        state_bytes: of the hidden states of one token that are kept on a GPU.
         recorded: layers of the model of which the draft takes the input.
     """
 
@@ -146,7 +145,6 @@ class Draft:
     num_tokens: int
     model: Any = None
     cached: "LoadedModel | None" = None
-    max_states: int = 0
     state_bytes: int = 0
     recorded: Sequence[Any] = ()
 

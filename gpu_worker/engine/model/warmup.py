@@ -175,7 +175,7 @@ def peak_bytes(loaded: LoadedModel, settings: Settings) -> int:
     if loaded.draft is None:
         return own_bytes
     draft_bytes = peak_bytes(loaded.draft.cached, settings) if loaded.draft.cached else 0
-    return own_bytes + draft_bytes + loaded.draft.max_states * loaded.draft.state_bytes
+    return own_bytes + draft_bytes + max_step_tokens(settings, loaded.device) * loaded.draft.state_bytes
 
 
 def captured_bytes(loaded: LoadedModel, settings: Settings) -> int:

@@ -5,7 +5,6 @@ directory that it has made to stdout.
 import os
 import signal
 import sys
-from typing import NoReturn
 
 import setproctitle
 
@@ -22,7 +21,7 @@ INTERRUPTED = 130
 def main() -> None:
     die_with_parent()
     setproctitle.setproctitle("tokenfleet quantize")
-    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with exit_when_unservable():
         settings = Settings.read([], os.environ, prog="tokenfleet quantize")
         logs.set_up("quantize", settings.log_level, settings.json_output)
@@ -33,10 +32,6 @@ def main() -> None:
             quantize(QuantizeJob.from_json(sys.argv[1]), settings)
         except KeyboardInterrupt:
             sys.exit(INTERRUPTED)
-
-
-def interrupt(*_: object) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":
