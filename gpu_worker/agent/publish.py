@@ -192,7 +192,7 @@ class Flusher:
             and len(state.rows) <= FEW_ROWS
             and state.step < state.granted.until
             and not self.report_due()
-            and not state.budgets.num_rows
+            and not state.budget_keys
         )
 
     @property
@@ -266,7 +266,8 @@ class Flusher:
             raise FlushesLost(f"flush {flush.sequence}")
         raise_refusal(reply.status)
         num_spills = len(flush.spills)
-        self.state.budgets.note((key_id for key_id, _ in flush.counts), reply.results[num_spills:])
+        if flush.counts:
+            self.state.note_left([key_id for key_id, _ in flush.counts], reply.results[num_spills:])
         for spill, result in zip(flush.spills, reply.results[:num_spills], strict=True):
             if result == SPILLED:
                 spill.row.num_spilled = spill.num_tokens

@@ -7,7 +7,6 @@ worker publishes no more than was left at the first of them.
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -19,56 +18,6 @@ from common.messages.records import unpack_ids
 from gpu_worker.agent.engine_adapters import EngineAdapters
 from gpu_worker.agent.row_text import RowText
 from gpu_worker.protocol import StepResult
-
-
-@dataclass(slots=True)
-class KeyBudgets:
-    """The budgets of the keys that have rows here.
-
-    Attributes:
-        num_rows: live rows of each key with a budget.
-        left: tokens that a key may still get, by the last answer. It is forgotten with the flush after the
-            key's last row has ended.
-    """
-
-    num_rows: Counter[str] = field(default_factory=Counter)
-    left: dict[str, int] = field(default_factory=dict)
-
-    def on_start(self, row: RowText) -> None:
-        if row.has_budget:
-            self.num_rows[row.request.key_id] += 1
-
-    def on_end(self, row: RowText) -> None:
-        if not row.has_budget:
-            return
-        key_id = row.request.key_id
-        self.num_rows[key_id] -= 1
-        if self.num_rows[key_id] <= 0:
-            del self.num_rows[key_id]
-
-    def note(self, key_ids: Iterable[str], left: Iterable[int]) -> None:
-        """Note what the answer to a flush says is left for the key of each request that it counted."""
-        for key_id, number in zip(key_ids, left, strict=True):
-            if key_id in self.num_rows:
-                self.left[key_id] = number
-
-    def take_rows_to_cut(self, rows: Iterable[RowText]) -> list[tuple[RowText, int]]:
-        """Return rows that have more unpublished tokens than their keys may still get, and how many of these
-        tokens each keeps. The first token of an answer was set aside at its admission.
-        """
-        if not self.left:
-            return []
-        left, cut = self.left, []
-        for row in rows:
-            number = left.get(row.request.key_id) if row.has_budget else None
-            if number is not None:
-                own = int(len(row.texts) == row.num_tokens)
-                kept = min(len(row.texts), own + max(number, 0))
-                left[row.request.key_id] = number - (kept - own)
-                if kept < len(row.texts):
-                    cut.append((row, kept))
-        self.left = {key_id: number for key_id, number in left.items() if key_id in self.num_rows}
-        return cut
 
 
 @dataclass(slots=True)
@@ -180,7 +129,8 @@ class AgentState:
         report_clock: when a report is due.
         num_tokens: tokens sampled in this incarnation's life.
         ahead: rows that got several tokens in one step since the last report, by number.
-        budgets: what the API keys of rows may still get.
+        left: tokens that API keys with budgets may still get, by the last answer. It is forgotten with the
+            flush after the key's last row has ended.
         adapters: those that the engine has loaded, and those that it has refused.
         step_times: (whether rows decode, whether prompts are computed) → number of such steps since the last
             report, their prompt tokens, their ms.
@@ -205,14 +155,13 @@ class AgentState:
     report_clock: ReportClock = field(default_factory=ReportClock)
     num_tokens: int = 0
     ahead: dict[int, RowText] = field(default_factory=dict)
-    budgets: KeyBudgets = field(default_factory=KeyBudgets)
+    left: dict[str, int] = field(default_factory=dict)
     adapters: EngineAdapters = field(default_factory=EngineAdapters)
     step_times: dict[tuple[bool, bool], tuple[int, int, float]] = field(default_factory=dict)
 
     def start(self, start: NewRow) -> RowText:
         """Add a row."""
         row = self.rows[start.row] = RowText.of(start, self.tokenizer)
-        self.budgets.on_start(row)
         self.last_row = max(self.last_row, start.row)
         self.num_known += len(row.prompt_ids) + start.base
         self.num_cached += start.num_cached
@@ -221,6 +170,35 @@ class AgentState:
     @property
     def live(self) -> list[RowText]:
         return [row for row in self.rows.values() if not row.ended]
+
+    @property
+    def budget_keys(self) -> set[str]:
+        """The API keys with budgets of live rows."""
+        return {row.request.key_id for row in self.rows.values() if row.has_budget and not row.ended}
+
+    def note_left(self, key_ids: Iterable[str], left: Iterable[int]) -> None:
+        """Note what the answer to a flush says is left for the key of each request that it counted."""
+        known = self.budget_keys
+        self.left |= {key_id: number for key_id, number in zip(key_ids, left, strict=True) if key_id in known}
+
+    def take_rows_to_cut(self) -> list[tuple[RowText, int]]:
+        """Return rows that have more unpublished tokens than their keys may still get, and how many of these
+        tokens each keeps. The first token of an answer was set aside at its admission.
+        """
+        if not self.left:
+            return []
+        left, cut = self.left, []
+        for row in self.outbox.rows:
+            number = left.get(row.request.key_id) if row.has_budget else None
+            if number is not None:
+                own = int(len(row.texts) == row.num_tokens)
+                kept = min(len(row.texts), own + max(number, 0))
+                left[row.request.key_id] = number - (kept - own)
+                if kept < len(row.texts):
+                    cut.append((row, kept))
+        known = self.budget_keys
+        self.left = {key_id: number for key_id, number in left.items() if key_id in known}
+        return cut
 
     def num_blocks(self, block_size: int) -> int:
         """Count the KV blocks that hold tokens of any row; rows may share blocks. Of a beam search all count:

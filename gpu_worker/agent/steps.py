@@ -206,7 +206,7 @@ class StepHandler:
         """
         for row in (row for row in rows if not row.ended):
             log.warning("request %s is dropped: the broker knows of another run", row.request.request_id)
-            self.end(row)
+            row.ended = True
             self.state.outbox.report.ended.append((row.row, "preempted", row.num_tokens))
             self.stop(row, "preempted")
             self.state.wake.set()
@@ -220,16 +220,12 @@ class StepHandler:
     def cut_at_budgets(self) -> None:
         """End rows that have more unpublished tokens than their API keys may still get, without these."""
         outbox = self.state.outbox
-        for row, kept in self.state.budgets.take_rows_to_cut(outbox.rows):
+        for row, kept in self.state.take_rows_to_cut():
             row.drop_unpublished(len(row.texts) - kept)
             if row.ended:
                 outbox.end_earlier(row, BUDGET)
             else:
                 self.end_early(row, BUDGET)
-
-    def end(self, row: RowText) -> None:
-        row.ended = True
-        self.state.budgets.on_end(row)
 
     def stop(self, row: RowText, why: str) -> None:
         """Have the engine stop a row, since it has ended for the client."""
@@ -243,7 +239,7 @@ class StepHandler:
 
     def finish_row(self, row: RowText, why: str, end: int) -> None:
         """End a row for the client: with a terminal, or with a spill if its request goes on elsewhere."""
-        self.end(row)
+        row.ended = True
         outbox = self.state.outbox
         outbox.report.ended.append((row.row, why, end))
         if why in INTERRUPTED:

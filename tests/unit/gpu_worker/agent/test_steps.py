@@ -317,7 +317,7 @@ async def test_a_row_ends_at_the_budget_with_what_it_has(agent: Agent, redis: Re
     assert await spent(redis) == 5
     assert grants(agent)[-1].stops == [(1, "budget")]
     assert [report.ended for report in await reports(redis)][-1] == [(1, "budget", 3)]
-    assert not agent.state.budgets.num_rows
+    assert not agent.state.budget_keys
 
 
 async def test_all_rows_of_a_key_share_what_is_left(agent: Agent, redis: Redis) -> None:
