@@ -24,7 +24,7 @@ from common.settings.settings import Settings
 from gpu_worker import worker_scripts
 from gpu_worker.agent.engine_adapters import AdapterFollower
 from gpu_worker.agent.engine_client import EngineClient, EngineDied
-from gpu_worker.agent.grants import PictureReader, PlanHandler, PlanStream
+from gpu_worker.agent.grants import PlanHandler, PlanStream
 from gpu_worker.agent.publish import Flusher, Sealed, StreamsGone, raise_refusal
 from gpu_worker.agent.state import AgentState
 from gpu_worker.agent.steps import EngineStuck, StepHandler, Watchdog
@@ -70,8 +70,7 @@ class Agent:
         self.state.idle.set()
         self.steps = StepHandler(engine, self.state, worker.prefix_caching)
         plans = PlanStream(pool.redis, pool.keys.plans(worker.incarnation))
-        pictures = PictureReader(pool, worker.all_pictures)
-        self.plans = PlanHandler(plans, pictures, engine, self.state, self.steps)
+        self.plans = PlanHandler(plans, pool, worker.all_pictures, engine, self.state, self.steps)
         self.flusher = Flusher(pool, worker.incarnation, self.state, self.steps, worker.block_size)
         self.watchdog = Watchdog(self.step_timeout_s, self.is_busy, engine.run_delay_s)
         self.adapters = AdapterFollower(

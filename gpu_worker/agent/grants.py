@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from redis.asyncio import Redis
@@ -11,7 +11,6 @@ from common.broker.client import FailureLog
 from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode
 from common.messages.plan import NewRow, Plan
-from common.messages.request import Picture
 from common.metrics import catalogue
 from common.process.startup import READY
 from gpu_worker.agent.engine_client import EngineClient
@@ -21,43 +20,6 @@ from gpu_worker.agent.steps import StepHandler
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.05
-
-
-@dataclass(eq=False)
-class PictureReader:
-    """Reads the bytes of pictures.
-
-    Attributes:
-        needs_all: rows need those among cached tokens, too.
-        contents: digest → bytes, of those that the next rows need.
-    """
-
-    pool: PoolClient
-    needs_all: bool
-    contents: dict[str, bytes] = field(default_factory=dict)
-    failures: FailureLog = field(default_factory=lambda: FailureLog(log, "reading pictures"))
-
-    def needed_by(self, start: NewRow) -> list[Picture]:
-        """The pictures of a row that its engine must see: those that have a token whose KV is not cached."""
-        num_cached = 0 if self.needs_all else start.num_cached
-        return [one for one in start.request.pictures if one.start + one.num_tokens > num_cached]
-
-    async def read_for(self, starts: Iterable[NewRow]) -> None:
-        """Read what these rows need, in one round trip, however long the broker is away."""
-        needed = [*{picture.digest for start in starts for picture in self.needed_by(start)}]
-        while needed:
-            with self.failures.caught():
-                found = await self.pool.redis.mget([self.pool.keys.picture(digest) for digest in needed])
-                self.contents = {digest: one for digest, one in zip(needed, found, strict=True) if one}
-                return
-            await asyncio.sleep(RETRY_S)
-
-    def of_row(self, start: NewRow) -> list[bytes] | None:
-        """`NewRow.contents`; None if the broker has lost a picture that is needed."""
-        needed = {one.digest for one in self.needed_by(start)}
-        if not needed <= self.contents.keys():
-            return None
-        return [self.contents[one.digest] if one.digest in needed else b"" for one in start.request.pictures]
 
 
 BLOCK_MS = 5000
@@ -86,13 +48,19 @@ class PlanStream:
 
 @dataclass(eq=False)
 class PlanHandler:
-    """Sends the engine each plan, with what its rows need besides."""
+    """Sends the engine each plan, with what its rows need besides.
+
+    Attributes:
+        needs_all: rows need the pictures among cached tokens, too.
+    """
 
     stream: PlanStream
-    pictures: PictureReader
+    pool: PoolClient
+    needs_all: bool
     engine: EngineClient
     state: AgentState
     steps: StepHandler
+    failures: FailureLog = field(default_factory=lambda: FailureLog(log, "reading pictures"))
 
     async def run(self) -> None:
         """Apply plans as they come. A plan that cannot be read is counted and skipped."""
@@ -100,11 +68,38 @@ class PlanHandler:
             for entry_id, fields in await self.stream.next():
                 try:
                     plan = decode(Plan, fields[b"plan"])
-                    await self.pictures.read_for(plan.starts)
-                    self.apply(plan)
+                    self.apply(await self.with_pictures(plan))
                 except (WireError, KeyError) as error:
                     catalogue.UNDECODABLE.add()
                     log.error("plan %s cannot be read: %s", entry_id.decode(), error)
+
+    async def with_pictures(self, plan: Plan) -> Plan:
+        """The plan with the bytes of the pictures that its rows must see; one that the broker has lost is
+        empty.
+        """
+        if not any(start.request.pictures for start in plan.starts):
+            return plan
+        contents = [await self.read_pictures(self.needed_by(start)) for start in plan.starts]
+        starts = [replace(start, contents=own) for start, own in zip(plan.starts, contents, strict=True)]
+        return replace(plan, starts=starts)
+
+    def needed_by(self, start: NewRow) -> list[str]:
+        """Digests of a row's pictures that its engine must see: those that have a token whose KV is not
+        cached. Empty for the others.
+        """
+        num_cached = 0 if self.needs_all else start.num_cached
+        return [
+            one.digest if one.start + one.num_tokens > num_cached else "" for one in start.request.pictures
+        ]
+
+    async def read_pictures(self, digests: Sequence[str]) -> list[bytes]:
+        """Read pictures in one round trip, however long the broker is away."""
+        while any(digests):
+            with self.failures.caught():
+                found = await self.pool.redis.mget([self.pool.keys.picture(digest) for digest in digests])
+                return [content or b"" for content in found]
+            await asyncio.sleep(RETRY_S)
+        return [b"" for _ in digests]
 
     def apply(self, plan: Plan) -> None:
         """Send the engine a plan, or answer a takeover."""
@@ -133,11 +128,11 @@ class PlanHandler:
     def start_row(self, start: NewRow) -> NewRow | None:
         """Add a row to the table → what the engine starts; None if its request has failed."""
         row = self.state.start(start)
-        contents = self.pictures.of_row(start)
-        if contents is None:
+        needed = zip(self.needed_by(start), start.contents, strict=True)
+        if any(digest and not content for digest, content in needed):
             self.steps.fail_at_start(row, "picture_gone")
             return None
-        return replace(start, contents=contents) if contents else start
+        return start
 
     def return_unknown_rows(self, rows: Iterable[int]) -> None:
         """Report rows that the worker does not hold as preempted, so that their requests go on elsewhere: the

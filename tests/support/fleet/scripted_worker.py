@@ -276,8 +276,7 @@ class FakeWorker:
         start = NewRow(state.last_row + 1, 1, 0, b"", blocks, request, num_cached=answer.num_cached)
         self.engine.answers[start.row] = answer
         self.entry_ids[request.request_id] = entry_id.decode()
-        await self.agent.plans.pictures.read_for([start])
-        self.agent.plans.apply(replace(GRANT, starts=[start]))
+        self.agent.plans.apply(await self.agent.plans.with_pictures(replace(GRANT, starts=[start])))
         if (row := state.rows.get(start.row)) is not None:  # else it has failed
             self.live[request.request_id] = row
 

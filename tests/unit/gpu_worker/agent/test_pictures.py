@@ -28,7 +28,7 @@ def new_row(row: int = 1, num_cached: int = 0, **fields: object) -> NewRow:
 async def start(agent: Agent, *rows: NewRow) -> list[NewRow]:
     plan = Plan(1, len(agent.state.rows), 8, 64, starts=[*rows])
     handler: PlanHandler = agent.plans
-    await handler.pictures.read_for(plan.starts)
+    plan = await handler.with_pictures(plan)
     before = len(grants(agent))
     handler.apply(plan)
     return [one for grant in grants(agent)[before:] for one in grant.starts]
@@ -63,7 +63,7 @@ async def test_pictures_whose_kv_is_cached_are_not_read(
 async def test_an_engine_may_need_all_pictures_of_a_row(redis: Redis) -> None:
     """Where the positions after a picture depend on its size."""
     agent = await make_agent(redis)
-    agent.plans.pictures.needs_all = True
+    agent.plans.needs_all = True
     await keep(redis, aa=b"red", bb=b"blue")
     [row] = await start(agent, new_row(num_cached=24))
     assert row.contents == [b"red", b"blue"]
