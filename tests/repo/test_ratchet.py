@@ -15,10 +15,10 @@ from tests.support.source_tree import ROOT, parse
 MOST = {  # statements, lines
     "api": (12_974, 25_145),
     "batcher": (2_786, 4_798),
-    "gpu_worker": (11_085, 21_223),
+    "gpu_worker": (11_064, 21_192),
     "common": (3_761, 7_491),
     "deploy": (2_564, 4_430),
-    "tests": (31_722, 55_376),
+    "tests": (31_721, 55_375),
     "benchmarks": (2_187, 3_704),
 }
 MOST_WORDS_OF_DOCS = 21_817
