@@ -27,7 +27,16 @@ from api.answers.call_formats import (
     ReasoningFormat,
     Writing,
 )
-from api.answers.scanner import MAX_NAME, PYTHON, Scan, Scanner, Waiting, read_string, read_value
+from api.answers.scanner import (
+    MAX_NAME,
+    PYTHON,
+    Scan,
+    Scanner,
+    Waiting,
+    is_json_text,
+    read_string,
+    read_value,
+)
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 PARTS = re.compile(r'(\{"name".*?\}|\$\w+)')
@@ -201,10 +210,7 @@ def read_name(scanner: Scanner) -> Generator[None, None, str | None]:
 
 def loads(text: str) -> Any:
     """The value of a JSON text; None if it is none."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+    return json.loads(text) if is_json_text(text) else None
 
 
 def is_text(word: str) -> bool:
@@ -296,21 +302,12 @@ def read_keywords(scanner: Scanner, name: str, ends: Sequence[str]) -> Waiting:
 
 def literal_to_json(text: str) -> str | None:
     """The JSON text of a literal of Python or JSON; None if the text is none."""
-    try:
-        json.loads(text, parse_constant=refuse)
-    except (ValueError, RecursionError):
-        pass
-    else:
+    if is_json_text(text):
         return text.strip()
     try:
         return json.dumps(ast.literal_eval(text.strip()), allow_nan=False)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return None
-
-
-def refuse(constant: str) -> None:
-    """NaN and Infinity are no JSON."""
-    raise ValueError(constant)
 
 
 # --- arguments between tags ---------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from api.answers.scanner import (
     Scan,
     Scanner,
     Tool,
+    is_json_text,
 )
 
 ID_CHARS = 24
@@ -186,14 +187,6 @@ def render_call_delta(parser: ChoiceParser, index: int, call: dict[str, Any]) ->
     if parser.reading.is_older:
         return {"function_call": call["function"]}
     return {"tool_calls": [{"index": index, **call}]}
-
-
-def is_json_text(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
 
 
 def is_whole_json(text: str) -> bool:

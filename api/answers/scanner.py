@@ -15,7 +15,7 @@ MAX_NAME = 256
 MAX_KEPT = 4096
 """Characters of a call that are kept after they were read."""
 NO_NAME = "<>[]{}()\"'`,;="
-"""Characters that no function's name has."""
+"""Characters that no function's name has, and no number."""
 Scan = Generator[None, None, None]
 """A reader of text. It yields while it waits for more."""
 Waiting = Generator[None, None, bool]
@@ -170,10 +170,12 @@ class Scanner:
         self.position += len(text)
         write(text)
 
-    def name(self) -> Generator[None, None, str]:
-        """Read a function's name: characters that are neither space nor brackets, quotes or commas."""
+    def name(self, end: str = "") -> Generator[None, None, str]:
+        """Read a name or another word: characters that are neither space nor brackets, quotes, commas, `end`;
+        "" if there are more than MAX_NAME.
+        """
         start = self.position
-        while (char := (yield from self.char())) and not char.isspace() and char not in NO_NAME:
+        while (char := (yield from self.char())) and not char.isspace() and char not in NO_NAME + end:
             self.position += 1
             if self.position - start > MAX_NAME:
                 return ""
@@ -274,9 +276,6 @@ def end_of_certain(text: str, marks: Sequence[str], start: int) -> int:
     return len(text)
 
 
-MAX_WORD = 400
-"""Characters of a number or another word, which waits for its end."""
-END_OF_WORD = SPACE + "\"'()[]{},:"
 PLAIN = re.compile(r"[^\"'\\\x00-\x1f]+")
 Write = Callable[[str], None]
 
@@ -315,8 +314,12 @@ def read_value(scanner: Scanner, write: Write, syntax: Syntax = JSON, depth: int
                 return False
         else:
             may_begin = False
-            if not (yield from read_word(scanner, write, syntax.word)):
+            start = scanner.position
+            word = yield from scanner.name(":")
+            if syntax.word.fullmatch(word) is None:
+                scanner.position = start
                 return False
+            write(word)
         if not depth:
             return True
     return False
@@ -341,14 +344,14 @@ def read_string(scanner: Scanner, write: Write) -> Waiting:
     return False
 
 
-def read_word(scanner: Scanner, write: Write, pattern: re.Pattern[str]) -> Waiting:
-    word = ""
-    while len(word) < MAX_WORD:
-        longer = yield from scanner.peek(len(word) + 1)
-        if longer == word or longer[-1] in END_OF_WORD:
-            break
-        word = longer
-    if pattern.fullmatch(word) is None:
+def is_json_text(text: str) -> bool:
+    try:
+        json.loads(text, parse_constant=refuse)
+    except (ValueError, RecursionError):
         return False
-    scanner.take(word, write)
     return True
+
+
+def refuse(constant: str) -> None:
+    """NaN and Infinity are no JSON."""
+    raise ValueError(constant)

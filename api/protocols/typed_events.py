@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import orjson
 
 from api.answers.answer import HttpAnswer
-from api.answers.chat_answer import is_json_text
 from api.answers.logprobs import chat_logprobs
-from api.answers.scanner import CallArguments, CallStart, ContentDelta, Delta, ReasoningDelta
+from api.answers.scanner import CallArguments, CallStart, ContentDelta, Delta, ReasoningDelta, is_json_text
 from api.errors import failed
 from api.http.openapi import Shape
 from api.http.sse import Feed

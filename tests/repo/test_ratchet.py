@@ -13,7 +13,7 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (12_974, 25_145),
+    "api": (12_960, 25_137),
     "batcher": (2_786, 4_798),
     "gpu_worker": (11_064, 21_192),
     "common": (3_761, 7_491),
