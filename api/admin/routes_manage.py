@@ -192,9 +192,9 @@ async def list_jobs(
     """
     client = own_pool(request).client
     async with asking_broker():
-        page = await read_page(client, JobQuery(status or "", tenant, search), cursor, limit)
+        found, after = await read_page(client, JobQuery(status or "", tenant, search), cursor, limit)
         counts = await count_jobs(client)
-    return fresh_json({"jobs": [*map(describe_job, page.records)], "cursor": page.cursor, "counts": counts})
+    return fresh_json({"jobs": [*map(describe_job, found)], "cursor": after, "counts": counts})
 
 
 @router.get("/admin/jobs/{job_id:path}", summary="Show a job", responses=answer(JOB))

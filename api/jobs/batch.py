@@ -2,9 +2,10 @@
 
 import dataclasses
 import hashlib
-from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -187,22 +188,16 @@ async def needed_files(client: PoolClient) -> dict[str, str]:
     return {name: one.id for one in batches for name in (one.input_file_id, *map(one.file_id, FILES))}
 
 
-def choose_batches(live: Sequence[tuple[str, str]], max_batches: int) -> list[str]:
+def choose_batches(live: Iterable[str], max_batches: int) -> list[str]:
     """Which batches are served: tenants take turns, and each tenant's come by their deadlines.
 
     Args:
-        live: owner and id, by deadline.
+        live: members of `live_batches`, by deadline.
     """
-    by_owner: defaultdict[str, deque[str]] = defaultdict(deque)
-    for owner, batch_id in live:
-        by_owner[owner].append(batch_id)
-    turns, chosen = deque(by_owner.values()), list[str]()
-    while turns and len(chosen) < max_batches:
-        waiting = turns.popleft()
-        chosen.append(waiting.popleft())
-        if waiting:
-            turns.append(waiting)
-    return chosen
+    by_owner = defaultdict[str, list[str]](list)
+    for member in live:
+        by_owner[member.rpartition(" ")[0]].append(member)
+    return [one for turn in zip_longest(*by_owner.values()) for one in turn if one][:max_batches]
 
 
 # --- lines --------------------------------------------------------------------------------------------------
@@ -248,7 +243,8 @@ def read_line(text: bytes, endpoint: str, max_bytes: int) -> BatchLine:
         raise line_fault("invalid_json_line", f"This line is not parseable as valid JSON: {error}") from error
     except ValidationError as error:
         fault = schema_error(error)
-        raise line_fault(f"invalid_{fault.param}", fault.text, fault.param) from error
+        what = fault.param if fault.param in InputLine.model_fields else "request"
+        raise line_fault(f"invalid_{what}", fault.text, fault.param) from error
     if line.url != endpoint:
         raise line_fault("mismatched_url", f"`url` must be the batch's endpoint, {endpoint}.", "url")
     if line.body.get("stream"):

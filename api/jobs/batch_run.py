@@ -451,22 +451,16 @@ class BatchRunner:
 
     async def run(self) -> None:
         """Never returns."""
-        sweep = asyncio.create_task(repeat_forever(self.delete_expired, "deleting expired files"))
-        try:
-            await repeat_forever(self.look, "looking for batches")
-        finally:
-            tasks = [sweep, *self.runs.values()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+        async with asyncio.TaskGroup() as self.tasks:
+            self.tasks.create_task(repeat_forever(self.delete_expired, "deleting expired files"))
+            self.tasks.create_task(repeat_forever(self.look, "looking for batches"))
 
     async def look(self) -> None:
         """Take the batches that are to be served and have no writer; give up those that are not."""
         await asyncio.sleep(until_beat(POLL_S))
         redis, keys = self.client.redis, self.client.keys
         members = [member.decode() for member in await redis.zrange(keys.live_batches, 0, -1)]
-        owners = [(member.rpartition(" ")[0], member) for member in members]
-        chosen = choose_batches(owners, MAX_RUNNING)
+        chosen = choose_batches(members, MAX_RUNNING)
         for member in self.runs.keys() - {*chosen}:
             self.runs[member].cancel()
         for member in chosen:
@@ -486,7 +480,7 @@ class BatchRunner:
             failed = {"status": "failed"}
             await self.client.run(write_batch(self.client.keys, member, failed, epoch, 0, ended=True))
         else:
-            task = self.runs[member] = asyncio.create_task(self.serve(batch, epoch))
+            task = self.runs[member] = self.tasks.create_task(self.serve(batch, epoch))
             task.add_done_callback(lambda _: self.runs.pop(member, None))
 
     async def serve(self, batch: Batch, epoch: int) -> None:
@@ -514,4 +508,5 @@ class BatchRunner:
         """Delete the files whose time is over, by the broker's clock."""
         await asyncio.sleep(until_beat(SWEEP_S))
         now_s = await self.client.read_time()
-        await self.store.delete_expired(now_s, await needed_files(self.client))
+        with contextlib.suppress(ApiError):  # the store has logged why; it is asked again
+            await self.store.delete_expired(now_s, await needed_files(self.client))

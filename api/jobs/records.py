@@ -221,20 +221,11 @@ class Place(NamedTuple):
         return f"{self.set_name}:{self.score}:{self.job_id}"
 
 
-class JobPage(NamedTuple):
-    """Some jobs.
-
-    Attributes:
-        cursor: of the next page; None after the last one.
-    """
-
-    records: list[JobRecord]
-    cursor: str | None
-
-
-async def read_page(client: PoolClient, query: JobQuery, cursor: str, limit: int) -> JobPage:
+async def read_page(
+    client: PoolClient, query: JobQuery, cursor: str, limit: int
+) -> tuple[list[JobRecord], str | None]:
     """The jobs after a cursor, or with "" the first ones: at most `limit`, fewer if many others are between
-    them. Raises ApiError (422).
+    them; and the cursor of the next page, None after the last one. Raises ApiError (422).
     """
     sets = (STATES[query.state],) if query.state else SETS
     place = read_cursor(cursor) if cursor else Place(sets[0])
@@ -250,8 +241,8 @@ async def read_page(client: PoolClient, query: JobQuery, cursor: str, limit: int
                 if record is not None and query.wants(record):
                     found.append(record)
                 if len(found) == limit or num_scanned == MAX_SCANNED:
-                    return JobPage(found, at.text())
-    return JobPage(found, None)
+                    return found, at.text()
+    return found, None
 
 
 def read_cursor(text: str) -> Place:
