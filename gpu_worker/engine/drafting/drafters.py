@@ -38,8 +38,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
-    LlamaMLP,
+    LlamaDecoderLayer,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
 )
@@ -410,8 +409,9 @@ NOT_SERVED = ("num_hidden_layers", 1), ("hidden_act", "silu"), ("model_type", "l
 """Values of config.json, and the only ones that are served."""
 
 
-class Eagle3Head(nn.Module):
-    """The layer of one checkpoint, as a model: hidden states are [1, tokens, hidden] of the weights' dtype.
+class Eagle3Head(LlamaDecoderLayer):  # type: ignore[no-untyped-call]
+    """The layer of one checkpoint, as a model; attention gets embedding and state beside each other. Hidden
+    states are [1, tokens, hidden] of the weights' dtype.
 
     Attributes:
         embed_tokens: the checkpoint's own, or the model's.
@@ -429,23 +429,23 @@ class Eagle3Head(nn.Module):
     unneeded = r"draft_to_target|embed_tokens\.weight"
 
     def __init__(self, config: LlamaConfig, state_size: int, draft_vocab_size: int, embedding: Any) -> None:
-        super().__init__()
+        super().__init__(config, 0)
         self.config = config
         size, epsilon = config.hidden_size, config.rms_norm_eps
+        for name in ("q_proj", "k_proj", "v_proj"):
+            own = getattr(self.self_attn, name)
+            wide = nn.Linear(2 * size, own.out_features, bias=own.bias is not None)
+            setattr(self.self_attn, name, wide)
         self.fc = nn.Linear(NUM_STATES * state_size, size, bias=False)
         self.embed_tokens = embedding or nn.Embedding(config.vocab_size, size)
-        self.input_layernorm = LlamaRMSNorm(size, epsilon)
         self.hidden_norm = LlamaRMSNorm(size, epsilon)
-        self.self_attn = wide_attention(config)
-        self.post_attention_layernorm = LlamaRMSNorm(size, epsilon)
-        self.mlp = LlamaMLP(config)  # type: ignore[no-untyped-call]
         self.norm = LlamaRMSNorm(size, epsilon)
         self.lm_head = nn.Linear(size, draft_vocab_size, bias=False)
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.keeps_normed = bool(getattr(config, "norm_before_residual", False))
         self.register_buffer("draft_to_target", torch.zeros(draft_vocab_size, dtype=torch.int64))
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
@@ -478,16 +478,6 @@ class Eagle3Head(nn.Module):
         heads = self.config.num_key_value_heads or self.config.num_attention_heads
         spec = AttentionSpec(heads, attention.num_key_value_groups, None, attention.scaling)
         return LayerSpec(spec, attention.head_dim, attention.head_dim)
-
-
-def wide_attention(config: LlamaConfig) -> LlamaAttention:
-    """Llama's attention over the embedding and the state beside each other."""
-    attention = LlamaAttention(config, 0)
-    for name in ("q_proj", "k_proj", "v_proj"):
-        linear = getattr(attention, name)
-        wide = nn.Linear(2 * config.hidden_size, linear.out_features, bias=linear.bias is not None)
-        setattr(attention, name, wide)
-    return attention
 
 
 def read_eagle_config(values: Mapping[str, Any], hidden_size: int) -> LlamaConfig:

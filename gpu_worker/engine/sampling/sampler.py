@@ -543,18 +543,14 @@ def sample_by_torch(logits: torch.Tensor, requests: Sequence[SampleRequest | Non
     if not any(requests):  # without a copy of the logits
         ids, logprobs = greedy(logits)
         return SamplerOutput(ids, logprobs, ids[:, None][:, :0], logprobs[:, None][:, :0])
-    return sample_requested(logits, [request or GREEDY for request in requests])
-
-
-def sample_requested(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> SamplerOutput:
-    """logits float [rows, vocabulary] → ids int64 [rows], log-probabilities float32 [rows]."""
+    own = [request or GREEDY for request in requests]
     scores = logits.to(torch.float32, copy=True)
-    adjust_scores(scores, requests)
+    adjust_scores(scores, own)
     scores.sub_(scores.amax(-1, keepdim=True))  # so that no temperature makes a score overflow
-    temperatures = [one.state.sampling.temperature or 1.0 for one in requests]
+    temperatures = [one.state.sampling.temperature or 1.0 for one in own]
     scores.div_(to_device(temperatures, scores.device)[:, None])
-    output = draw(scores, requests, max(one.state.top_n_tokens for one in requests))
-    raw = [row for row, request in enumerate(requests) if request.state.sampling.raw_logprobs]
+    output = draw(scores, own, max(one.state.top_n_tokens for one in own))
+    raw = [row for row, request in enumerate(own) if request.state.sampling.raw_logprobs]
     if raw:
         write_raw_logprobs(output, logits, to_device(raw, logits.device))
     return output

@@ -141,7 +141,7 @@ def test_rows_without_effective_parameters_are_plainly_greedy(monkeypatch: pytes
     ]
     assert [request(sampling) for sampling in without_effect] == [None, None]
     assert request(None, min_new_tokens=3) is None  # the row has more
-    monkeypatch.setattr(sampler, "sample_requested", None)
+    monkeypatch.setattr(sampler, "draw", None)
     monkeypatch.setattr(sampler, "sampling_arguments", None)
     logits = logits_of(5, 2)
     assert sample(logits, [None, None]).ids == logits.argmax(-1).tolist()
