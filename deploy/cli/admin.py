@@ -31,7 +31,6 @@ from common.settings.fields import AdapterSource, read_adapter
 from common.settings.flags import refuse_unknown
 from common.settings.settings import SettingError, Settings
 from deploy.cli.client import (
-    Columns,
     ServerError,
     answer_errors,
     ask,
@@ -165,6 +164,11 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "count": "{:,}".format,
     "if-known": lambda value: str(value or "-"),
     "workers": describe_workers,
+    "date": lambda ms: local_time(ms / 1000),
+    "seconds": lambda ms: f"{ms / 1000:.3f}",
+    "words": lambda name: name.replace("_", " "),
+    "if-any": lambda number: str(number or ""),
+    "cause": lambda why: ": ".join([why, *finish_reasons.ERRORS.get(why, ())[1:]]),
     "why": lambda job: f"{job['reason']}: {job['error']}" if job["reason"] else "",
 }
 """How a cell of `commands.toml` is shown."""
@@ -318,19 +322,8 @@ def explain(client: httpx.Client, flags: argparse.Namespace) -> None:
     for name, events in found["timelines"].items():
         begin_ms = events[0]["at_ms"]
         print(f"request {printable(name)}")
-        print_lines(table_of([one | {"after": one["at_ms"] - begin_ms} for one in events], EVENT_COLUMNS))
-
-
-EVENT_COLUMNS: Columns = {
-    "time": lambda one: local_time(one["at_ms"] / 1000),
-    "after s": lambda one: f"{one['after'] / 1000:.3f}",
-    "what": lambda one: one["what"].replace("_", " "),
-    "worker": lambda one: one["worker"],
-    "attempt": lambda one: str(one["attempt"] or ""),
-    "tokens": lambda one: str(one["num_tokens"]),
-    "cached": lambda one: str(one.get("num_cached") or ""),
-    "why": lambda one: ": ".join([one["why"], *finish_reasons.ERRORS.get(one["why"], ())[1:]]),
-}
+        rows = [{"num_cached": 0, **one, "after_ms": one["at_ms"] - begin_ms} for one in events]
+        show_rows(rows, TABLE["tables"]["events"])
 
 
 # --- keys ---------------------------------------------------------------------------------------------------
@@ -392,7 +385,7 @@ def fields_of(flags: argparse.Namespace, now_s: float) -> KeyFields:
 async def list_models(directory: DirectoryClient, flags: argparse.Namespace) -> None:
     """Print a line for each model and pool."""
     rows = [
-        {"model": model, "pool": name} | describe_pool(known)
+        {"model": model, "pool": name, **describe_pool(known)}
         for name, known in (await directory.read()).items()
         for model in dict.fromkeys(known.entry.models or [name])
     ]

@@ -29,14 +29,11 @@ def run(client: httpx.Client, flags: argparse.Namespace) -> int:
 
 def begin(client: httpx.Client, source: Path, window: str) -> str:
     """Upload the requests, and create their batch. Returns its id. Raises ServerError, SettingError."""
-    try:
-        with source.open("rb") as file:
-            endpoint = read_endpoint(file.readline(MAX_LINE_BYTES))
-            file.seek(0)
-            form = {"purpose": "batch"}
-            uploaded = ask(client, "POST", "/v1/files", data=form, files={"file": (source.name, file)}).json()
-    except OSError as error:
-        raise SettingError("-i", f"{source} cannot be read: {error.strerror}") from error
+    with source.open("rb") as file:
+        endpoint = read_endpoint(file.readline(MAX_LINE_BYTES))
+        file.seek(0)
+        form = {"purpose": "batch"}
+        uploaded = ask(client, "POST", "/v1/files", data=form, files={"file": (source.name, file)}).json()
     asked = {"input_file_id": uploaded["id"], "endpoint": endpoint, "completion_window": window}
     batch = ask(client, "POST", "/v1/batches", json=asked).json()
     print(f"batch {batch['id']}", file=sys.stderr)
@@ -80,12 +77,9 @@ def finish(client: httpx.Client, batch: dict[str, Any], output: Path) -> int:
 
 
 def download(client: httpx.Client, file_id: str, path: Path) -> None:
-    """Write a file as it comes. Raises ServerError, SettingError."""
-    try:
-        with client.stream("GET", f"/v1/files/{file_id}/content") as answer, path.open("wb") as file:
-            if answer.status_code != 200:
-                check_status(answer.status_code, answer.read())
-            for chunk in answer.iter_bytes():
-                file.write(chunk)
-    except OSError as error:
-        raise SettingError("-o", f"{path} cannot be written: {error.strerror}") from error
+    """Write a file as it comes. Raises ServerError."""
+    with client.stream("GET", f"/v1/files/{file_id}/content") as answer, path.open("wb") as file:
+        if answer.status_code != 200:
+            check_status(answer.status_code, answer.read())
+        for chunk in answer.iter_bytes():
+            file.write(chunk)

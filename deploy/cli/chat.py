@@ -17,9 +17,7 @@ from deploy.cli.client import (
     SseDecoder,
     answer_errors,
     check_status,
-    error_text,
     model_name,
-    one_line,
     printable,
 )
 
@@ -52,8 +50,6 @@ class Conversation:
         try:
             with answer_errors(str(self.client.base_url)), contextlib.closing(self.frames()) as frames:
                 for frame in frames:
-                    if error := error_text(frame):
-                        raise ServerError(f"the server ends the answer: {one_line(error)}")
                     choices = frame.get("choices") or [{}]
                     piece = (choices[0].get("delta") or {}).get("content") or ""
                     answer += piece

@@ -6,7 +6,6 @@ import contextlib
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -35,24 +34,12 @@ class ServerError(Exception):
 
 def parse_url(text: str) -> str:
     """Read a server's URL: `localhost:3000`, `http://host/` or `http://host/v1`. Raises SettingError."""
-    url = text if "://" in text else f"http://{text}"
-    url = url.rstrip("/").removesuffix("/v1")
-    try:
+    url = (text if "://" in text else f"http://{text}").rstrip("/").removesuffix("/v1")
+    with contextlib.suppress(ValueError):
         parts = urlsplit(url)
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
             return url
-    except ValueError:
-        pass
     raise SettingError("url", f"{text!r} is not the address of a server, such as http://127.0.0.1:3000")
-
-
-def write_file(name: str, path: Path, content: bytes, mode: str = "wb") -> None:
-    """Write a file. Raises SettingError with the name of the flag."""
-    try:
-        with path.open(mode) as file:
-            file.write(content)
-    except OSError as error:
-        raise SettingError(name, f"{path} cannot be written: {error.strerror}") from error
 
 
 def new_client(kind: type[Client], url: str, read_s: float, key: str | None) -> Client:
@@ -73,7 +60,9 @@ def new_client(kind: type[Client], url: str, read_s: float, key: str | None) -> 
 
 @contextlib.contextmanager
 def answer_errors(url: str) -> Iterator[None]:
-    """Raise a failed connection to `url`, and an answer that nobody here can read, as ServerError."""
+    """Raise a failed connection to `url`, and an answer that nobody here can read, as ServerError; a file of
+    this machine that cannot be used as SettingError.
+    """
     try:
         yield
     except httpx.ConnectError as error:
@@ -87,6 +76,10 @@ def answer_errors(url: str) -> Iterator[None]:
     except (LookupError, AttributeError, TypeError, orjson.JSONDecodeError) as error:
         cause = one_line(f"{type(error).__name__}: {error}")
         raise ServerError(f"{url} answers in a form that is not known here ({cause})") from error
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise SettingError("file", f"{error.filename} cannot be used: {error.strerror}") from error
 
 
 def fetch_json(client: httpx.Client, path: str) -> Any:
@@ -173,10 +166,7 @@ def table_of(rows: Iterable[Any], columns: Columns) -> Table:
 
 def print_lines(*parts: RenderableType) -> None:
     """Print texts and tables. In a pipe or file no line is folded, and none ends with spaces."""
-    if sys.stdout.isatty():
-        Console(highlight=False).print(*parts, sep="\n")
-        return
-    console = Console(highlight=False, width=PIPE_COLUMNS)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
     with console.capture() as capture:
         console.print(*parts, sep="\n")
     for line in capture.get().splitlines():
@@ -184,7 +174,8 @@ def print_lines(*parts: RenderableType) -> None:
 
 
 class SseDecoder:
-    """Decoder of server-sent events: `feed` yields the objects that a chunk of bytes completes.
+    """Decoder of server-sent events: `feed` yields the objects that a chunk of bytes completes, and raises an
+    error among them as ServerError.
 
     Lines end with a line feed only: JSON may hold other characters at which `str.splitlines` would cut.
 
@@ -210,11 +201,7 @@ class SseDecoder:
             self.ended = self.ended or data == b"[DONE]"
             if not data or data == b"[DONE]":
                 continue
-            try:
-                frame = orjson.loads(data)
-            except orjson.JSONDecodeError as error:
-                raise ServerError(
-                    f"the server sent a frame that is not JSON: {one_line(data.decode(errors='replace'))}"
-                ) from error
-            if isinstance(frame, dict):
-                yield frame
+            frame = orjson.loads(data)
+            if error := error_text(frame):
+                raise ServerError(f"the server ends the answer: {one_line(error)}")
+            yield frame

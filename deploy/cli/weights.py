@@ -5,7 +5,6 @@ plain one; both print where it is. Their flags are TGI's, with some of our own.
 import argparse
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from common import model_files
@@ -15,11 +14,11 @@ from common.settings.flags import flag_of
 from common.settings.settings import SettingError, Settings
 from deploy.launcher import prepare
 from deploy.launcher.launcher import command
+from deploy.launcher.prepare import refuse
 
 BITS = (4, 8)
 MAX_GROUP = 1024
 LEAST_TOKENS = 128
-SWITCHES = ("auto_convert", "trust_remote_code", "json_output", "merge_lora")
 
 
 def settings_of(flags: argparse.Namespace) -> Settings:
@@ -37,12 +36,12 @@ def settings_of(flags: argparse.Namespace) -> Settings:
 
 def download(flags: argparse.Namespace) -> int:
     """Print the model's directory. Raises SettingError."""
-    switches = {name: convert(bool, getattr(flags, name), flag_of(name)) for name in SWITCHES}
-    if flags.extension != ".safetensors":
-        cause = "is not served: only .safetensors, and GGUF files, which are converted"
-        raise SettingError("--extension", f"{flags.extension} {cause}")
-    if switches["merge_lora"]:
-        raise SettingError("--merge-lora", "an adapter is not merged: it is served as it is (LORA_ADAPTERS)")
+    other = f"{flags.extension} is not served: only .safetensors, and GGUF files, which are converted"
+    merging = "an adapter is not merged: it is served as it is (LORA_ADAPTERS)"
+    refuse(
+        (flags.extension != ".safetensors", "--extension", other),
+        (convert(bool, flags.merge_lora, "--merge-lora"), "--merge-lora", merging),
+    )
     settings = settings_of(flags)
     name, dtype = settings.model_id, prepare.weights_dtype(settings)
     path = model_files.find_local(name, settings.revision, dtype)
@@ -69,40 +68,33 @@ def quantize(flags: argparse.Namespace) -> int:
 
 def read_job(flags: argparse.Namespace, source: str) -> QuantizeJob:
     """What is asked for, with the directory of the model. Raises SettingError."""
-    for name, cause in faults(flags):
-        raise SettingError(name, cause)
+    bits, size, least = flags.bits, flags.group_size, LEAST_TOKENS
+    is_power = size in (None, WHOLE_ROW) or (size in range(16, MAX_GROUP + 1) and not size & (size - 1))
+    output = Path(flags.output).expanduser().absolute()
+    is_free = not output.exists() or (output.is_dir() and not any(output.iterdir()))
+    file, tokens = flags.calibration, flags.calibration_tokens
+    afterwards = "is not served: `hf upload ID OUT` does it afterwards"
+    at_load = "fp8 is not written: `tokenfleet serve MODEL --quantize fp8` rounds at load"
+    others = "checkpoints of other methods that llm-compressor and AutoAWQ write are read"
+    powers = f"{size} is neither {WHOLE_ROW} nor a power of two from 16 to {MAX_GROUP}"
+    refuse(
+        (flags.upload_to_model_id is not None, "--upload-to-model-id", afterwards),
+        (flags.method == "fp8", "--method", at_load),
+        (flags.method != "gptq", "--method", f"{flags.method!r} is not gptq; {others}"),
+        (bits not in BITS, "--bits", f"{bits} is neither 4 nor 8"),
+        (not is_power, "--group-size", powers),
+        (not 0 < flags.percdamp <= 1, "--percdamp", f"{flags.percdamp} is not above 0 and at most 1"),
+        (tokens < least, "--calibration-tokens", f"{tokens} is less than {least}"),
+        (file is not None and not Path(file).is_file(), "--calibration", f"{file} is no file"),
+        (not is_free, "output", f"{output} exists already"),
+    )
     return QuantizeJob(
         source=source,
-        output=str(Path(flags.output).expanduser().absolute()),
-        bits=flags.bits,
-        group_size=flags.group_size,
+        output=str(output),
+        bits=bits,
+        group_size=size,
         damping=flags.percdamp,
         act_order=convert(bool, flags.act_order, "--act-order"),
-        calibration=flags.calibration and str(Path(flags.calibration).absolute()),
-        max_tokens=flags.calibration_tokens,
+        calibration=file and str(Path(file).absolute()),
+        max_tokens=tokens,
     )
-
-
-def faults(flags: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """Yield flags that are not served, and why."""
-    if flags.upload_to_model_id is not None:
-        yield "--upload-to-model-id", "is not served: `hf upload ID OUT` does it afterwards"
-    if flags.method == "fp8":
-        yield "--method", "fp8 is not written: `tokenfleet serve MODEL --quantize fp8` rounds at load"
-    if flags.method != "gptq":
-        others = "checkpoints of other methods that llm-compressor and AutoAWQ write are read"
-        yield "--method", f"{flags.method!r} is not gptq; {others}"
-    if flags.bits not in BITS:
-        yield "--bits", f"{flags.bits} is neither 4 nor 8"
-    size = flags.group_size
-    if size not in (None, WHOLE_ROW) and (size not in range(16, MAX_GROUP + 1) or size & (size - 1)):
-        yield "--group-size", f"{size} is neither {WHOLE_ROW} nor a power of two from 16 to {MAX_GROUP}"
-    if not 0 < flags.percdamp <= 1:
-        yield "--percdamp", f"{flags.percdamp} is not above 0 and at most 1"
-    if flags.calibration_tokens < LEAST_TOKENS:
-        yield "--calibration-tokens", f"{flags.calibration_tokens} is less than {LEAST_TOKENS}"
-    if flags.calibration is not None and not Path(flags.calibration).is_file():
-        yield "--calibration", f"{flags.calibration} is no file"
-    output = Path(flags.output).expanduser().absolute()
-    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        yield "output", f"{output} exists already"

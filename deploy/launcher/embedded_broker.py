@@ -87,10 +87,11 @@ def embedded(pools: Sequence[str] = ("default",)) -> Iterator[Broker]:
         SettingError: there is no place for its socket.
     """
     remove_abandoned()
-    with locked_directory() as directory:
-        broker = Broker(directory)
+    temporary = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
+    with temporary as directory, locked(Path(directory)):
+        broker = Broker(Path(directory))
         check_socket(broker.socket_path)
-        (directory / USERS_FILE).write_text(users(pools))
+        (broker.directory / USERS_FILE).write_text(users(pools))
         yield broker
 
 
@@ -114,38 +115,22 @@ def check_socket(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked_directory() -> Iterator[Path]:
-    """Yield a temporary directory with a lock that ends with this process. Cleaners of temporary files leave
-    a locked directory alone.
+def locked(directory: Path) -> Iterator[None]:
+    """Hold a directory's lock, which ends with this process: cleaners of temporary files leave a locked
+    directory alone. Raises OSError where another process holds it.
     """
-    with (
-        tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as name,
-        open_directory(Path(name)) as handle,
-    ):
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield Path(name)
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
 
 
 def remove_abandoned() -> None:
     """Remove the directories of launchers that were killed."""
     for directory in own_directories(PREFIX):
         with contextlib.suppress(OSError):
-            is_made = time.time() - directory.stat().st_mtime >= BEING_MADE_S
-            if is_made and is_unlocked(directory):
-                shutil.rmtree(directory)
-
-
-def is_unlocked(directory: Path) -> bool:
-    with open_directory(directory) as handle, contextlib.suppress(BlockingIOError):
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False
-
-
-@contextlib.contextmanager
-def open_directory(directory: Path) -> Iterator[int]:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        yield handle
-    finally:
-        os.close(handle)
+            if time.time() - directory.stat().st_mtime >= BEING_MADE_S:
+                with locked(directory):
+                    shutil.rmtree(directory)

@@ -85,26 +85,29 @@ class Finding:
     fix: str = ""
 
 
+def refuse(*faults: tuple[object, str, str]) -> None:
+    """Raise SettingError for the first fault there is: whether it is so, the setting, and the cause."""
+    for is_so, name, cause in faults:
+        if is_so:
+            raise SettingError(name, cause)
+
+
 def check_fleet(settings: Settings) -> Finding:
     """Check that the worker of this fleet is the one whose ranks run on several machines, and that a fleet
     without workers has a broker that workers elsewhere reach.
     """
-    if launcher_of(os.environ):
-        raise SettingError(
-            "world_size",
-            "is set by torchrun, MPI or Slurm, which start `tokenfleet worker`, not fleets: set NUM_SHARD",
-        )
-    if settings.nnodes > 1 and settings.node_rank:
-        raise SettingError(
-            "node_rank", f"{settings.node_rank}: a fleet runs on machine 0; start `tokenfleet worker` here"
-        )
-    if settings.nnodes > 1 and settings.num_workers > 1:
-        raise SettingError(
-            "num_workers", f"{settings.num_workers}, but only one worker may run on several machines (NNODES)"
-        )
-    if settings.redis_url is None and not settings.num_workers:
-        raise SettingError("num_workers", "0, but no worker elsewhere reaches this fleet: set REDIS_URL")
-    return Finding("ok", f"{settings.num_workers} workers, {settings.num_gateways} gateways")
+    by_others = "is set by torchrun, MPI or Slurm, which start `tokenfleet worker`, not fleets: set NUM_SHARD"
+    here = f"{settings.node_rank}: a fleet runs on machine 0; start `tokenfleet worker` here"
+    number, is_spread = settings.num_workers, settings.nnodes > 1
+    alone = f"{number}, but only one worker may run on several machines (NNODES)"
+    unreached = "0, but no worker elsewhere reaches this fleet: set REDIS_URL"
+    refuse(
+        (launcher_of(os.environ), "world_size", by_others),
+        (is_spread and settings.node_rank, "node_rank", here),
+        (is_spread and number > 1, "num_workers", alone),
+        (settings.redis_url is None and not number, "num_workers", unreached),
+    )
+    return Finding("ok", f"{number} workers, {settings.num_gateways} gateways")
 
 
 def in_gib(num_bytes: int) -> str:
@@ -279,6 +282,11 @@ LOSSES = (
     "the broker has no append-only file, so at its end it loses what no snapshot has: requests, and tokens "
     "that clients have seen already; set `appendonly yes`"
 )
+CLUSTER = (
+    "the broker is a node of a Redis Cluster, which would part keys that change together; let it be a single "
+    "primary (Sentinel may watch it), and for more load give pools brokers of their own"
+)
+ALL_RIGHTS = "`tokenfleet doctor --acl` prints all that it needs"
 NO_EVICTION = "noeviction"
 MAY = """
 local refused = {}
@@ -299,6 +307,8 @@ the longest form is asked about first.
 """
 NUM_WORDS = 8
 """Arguments of the longest form of a sample command."""
+SAMPLES = {"~": "evalsha x 1 {}", "%": "get {}", "&": "publish {} x"}
+"""How a rule begins → a command that needs it."""
 PUBLISHING = ("publish", "subscribe", "unsubscribe")
 """Commands whose arguments are channels."""
 
@@ -317,29 +327,17 @@ async def ask_broker(url: str, kinds: Sequence[str] = (), pools: Sequence[str] =
         raise SettingError("redis_url", describe_error(error)) from error
     finally:
         await client.aclose()
-    version = str(server.get("redis_version", "0.0"))
-    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < MIN_VERSION:
-        raise SettingError(
-            "redis_url",
-            f"the broker speaks Redis {version}; {MIN_VERSION[0]}.{MIN_VERSION[1]} or later is needed",
-        )
-    if server.get("cluster_enabled"):
-        raise SettingError(
-            "redis_url",
-            "the broker is a node of a Redis Cluster, which would part keys that change together; let it be "
-            "a single primary (Sentinel may watch it), and for more load give pools brokers of their own",
-        )
-    policy = str(server.get("maxmemory_policy", NO_EVICTION))
-    if policy != NO_EVICTION:
-        raise SettingError(
-            "redis_url", f"the broker's maxmemory-policy is {policy}, which loses keys; set {NO_EVICTION}"
-        )
-    if missing:
-        raise SettingError(
-            "redis_url",
-            f"the broker's user lacks rights of this version: {' '.join(missing)}; `tokenfleet doctor --acl` "
-            "prints all that it needs",
-        )
+    version, policy = (str(server.get(name)) for name in ("redis_version", "maxmemory_policy"))
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    least, name = ".".join(map(str, MIN_VERSION)), "redis_url"
+    evicts = f"the broker's maxmemory-policy is {policy}, which loses keys; set {NO_EVICTION}"
+    rights = f"the broker's user lacks rights of this version: {' '.join(missing)}; {ALL_RIGHTS}"
+    refuse(
+        (numbers < MIN_VERSION, name, f"the broker speaks Redis {version}; {least} or later is needed"),
+        (server.get("cluster_enabled"), name, CLUSTER),
+        (policy not in (NO_EVICTION, "None"), name, evicts),
+        (missing, name, rights),
+    )
     return "" if server.get("aof_enabled") else LOSSES
 
 
@@ -354,18 +352,17 @@ async def missing_rights(redis: Redis, kinds: Iterable[str], pools: Sequence[str
         refused: list[int] = await redis.eval(MAY, 0, *map(json.dumps, samples.values()))  # type: ignore[misc]
         return [list(samples)[i] for i in refused]
 
-    keys = {rule: ["evalsha", "x", "1", name] for rule, name in names.items() if rule[0] == "~"}
-    keys |= {rule: ["get", name] for rule, name in names.items() if rule[0] == "%"}
-    keys |= {rule: ["publish", name, ""] for rule, name in names.items() if rule[0] == "&"}
+    keys = {rule: SAMPLES[rule[0]].format(name).split() for rule, name in names.items() if rule[0] != "+"}
     missing = await lacking(keys)
     held = [rule for rule in keys if rule not in missing]
     arguments = {sign: next((names[rule] for rule in held if rule[0] == sign), "") for sign in "~&"}
-    commands = {}
-    for rule in rights:
-        if rule[0] == "+":
-            words = names[rule].split("|")
-            if argument := arguments["&" if words[0] in PUBLISHING else "~"]:
-                commands[rule] = [*words, *[argument] * NUM_WORDS]
+    commands = {
+        rule: [*words, *[argument] * NUM_WORDS]
+        for rule in names
+        if rule[0] == "+"
+        if (words := names[rule].split("|"))
+        if (argument := arguments["&" if words[0] in PUBLISHING else "~"])
+    }
     return missing + await lacking(commands)
 
 
@@ -392,21 +389,16 @@ def check_model(settings: Settings) -> Finding:
         )
     if settings.tokenizer_name is None:
         model_files.find_tokenizer(None, path)
-    if not model_files.weight_files(path) and not settings.makes_weights:
+    files = model_files.weight_files(path)
+    if not files and not settings.makes_weights:
         return Finding(
             "fail",
             f"{path} has no complete set of .safetensors files",
             "choose a model in safetensors or GGUF format",
         )
-    size = (
-        "random weights"
-        if settings.makes_weights
-        else in_gib(sum(file.stat().st_size for file in model_files.weight_files(path)))
-    )
+    size = "random weights" if settings.makes_weights else in_gib(sum(file.stat().st_size for file in files))
     check_context(settings, path)
-    return Finding(
-        "ok", f"{settings.model_id}: {size}, up to {model_files.context_length(path)} tokens, in {path}"
-    )
+    return Finding("ok", f"{settings.model_id}: {size}, up to {context_length(path)} tokens, in {path}")
 
 
 def weights(settings: Settings) -> list[Path]:

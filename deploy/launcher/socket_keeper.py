@@ -211,6 +211,8 @@ class SocketKeeper:
 
     def send_all(self, heir: GatewayChannel) -> None:
         """Send a gateway the answers that it inherits. The rest goes when the channel has room again."""
+        if heir not in self.channels:
+            return
         loop = asyncio.get_running_loop()
         loop.remove_writer(heir.socket)
         while heir.outgoing:
@@ -225,11 +227,7 @@ class SocketKeeper:
                     return  # the gateway has ended, which `receive_all` will find
                 except OSError as error:  # too many handles are in flight
                     log.debug("an answer is sent to its heir later: %s", error)
-                    loop.call_later(RETRY_S, self.send_later, heir)
+                    loop.call_later(RETRY_S, self.send_all, heir)
                     return
             heir.outgoing.popleft()
             self.moved.set()
-
-    def send_later(self, heir: GatewayChannel) -> None:
-        if heir in self.channels:
-            self.send_all(heir)

@@ -39,11 +39,11 @@ def fetch_folder(uri: str) -> Path:
             files = store.find(root)
             if not files:
                 raise SettingError(VARIABLE, f"{uri} has no files")
+            own = [PurePosixPath(name.removeprefix(root.rstrip("/") + "/")) for name in files]
+            if outside := next((path for path in own if path.is_absolute() or ".." in path.parts), None):
+                raise SettingError(VARIABLE, f"'{outside}' is no name of a file in a folder")
             print(f"fetching {plural(len(files), 'file')} of {uri}", file=sys.stderr, flush=True)
-            for name in files:
-                place = Path(part, "files", *relative_path(name, root).parts)
-                place.parent.mkdir(parents=True, exist_ok=True)
-                store.get_file(name, os.fspath(place))
+            store.get(files, [os.fspath(Path(part, "files", path)) for path in own])
             Path(part, "files").rename(target)
     except SettingError:
         raise
@@ -54,11 +54,3 @@ def fetch_folder(uri: str) -> Path:
         cause = " ".join(str(error).split()) or type(error).__name__
         raise SettingError(VARIABLE, f"{uri} cannot be read: {cause}") from error
     return target
-
-
-def relative_path(name: str, root: str) -> PurePosixPath:
-    """Return an object's path in the folder. Raises SettingError for one that would lie outside of it."""
-    path = PurePosixPath(name.removeprefix(root.rstrip("/") + "/"))
-    if path.is_absolute() or ".." in path.parts:
-        raise SettingError(VARIABLE, f"{name!r} is no name of a file in a folder")
-    return path

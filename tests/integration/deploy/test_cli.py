@@ -274,7 +274,7 @@ def test_a_failing_server_is_named_with_the_cause(words: str, capsys: pytest.Cap
         (["--concurrency", "1;8"], "--concurrency: '1;8' is not a list of numbers"),
         (["--duration", "nan"], "--duration: nan"),
         (["--against", "nowhere:x"], "URL: 'nowhere:x'"),
-        (["--json", "/no/such/place.json"], "--json: /no/such/place.json cannot be written: No such file"),
+        (["--json", "/no/such/place.json"], "FILE: /no/such/place.json cannot be used: No such file"),
     ],
 )
 def test_invalid_flags_are_refused(argv: list[str], words: str) -> None:
