@@ -65,7 +65,6 @@ class KeptGateways:
             )
             for i in range(count)
         ]
-        self.num_kills = 0
 
     async def supervise(self, process: SupervisedProcess) -> None:
         while process.should_run:
@@ -88,7 +87,6 @@ class KeptGateways:
         assert process.running is not None
         pid = process.running.pid
         process.send(number)
-        self.num_kills += 1
         await wait_until(lambda: process.running is not None and process.running.pid != pid)
 
 

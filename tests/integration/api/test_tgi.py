@@ -24,10 +24,9 @@ from tests.support.fleet.scripted_worker import EOS, Answer, working
 from tests.support.tokenizer import IM_END, TOKENIZER, ids, model_tokenizer
 
 
-def bodies_of(stream: Stream, with_details: bool = False) -> Feed:
-    rendering = Rendering(details=with_details)
+def bodies_of(stream: Stream) -> Feed:
     answer = HttpAnswer(
-        "r", "/generate_stream", True, 0, "m", "f", 1, [b""], [stream.request], [""], rendering
+        "r", "/generate_stream", True, 0, "m", "f", 1, [b""], [stream.request], [""], Rendering()
     )
     feed = TextRenderer(answer, [stream]).chunks()
     assert feed is not None

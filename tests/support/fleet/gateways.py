@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
-from functools import partial
 from typing import Any, Self
 
 import httpx
@@ -171,30 +170,19 @@ class GatewayProcesses:
         ports = [free_port() for _ in range(count)]
         self.url = f"http://127.0.0.1:{self.port}"
         self.urls = [f"http://127.0.0.1:{port}" for port in ports]
-        self.num_kills = 0
-        self.starts = [
-            partial(start_process, url, port=self.port, GATEWAY_PORT=str(port), **settings) for port in ports
+        self.processes = [
+            start_process(url, f"g{place}", self.port, GATEWAY_PORT=str(port), **settings)
+            for place, port in enumerate(ports)
         ]
-        self.processes = [begin(name=f"g{place}") for place, begin in enumerate(self.starts)]
 
     async def until_healthy(self) -> None:
         for url in self.urls:
             await wait_until(lambda url=url: healthy(url))  # type: ignore[misc]
-
-    def kill(self, place: int) -> None:
-        """Kill a gateway and start it again."""
-        end(self.processes[place])
-        self.num_kills += 1
-        self.processes[place] = self.starts[place](name=f"g{place}-{self.num_kills}")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         for process in self.processes:
-            end(process)
-
-
-def end(process: "subprocess.Popen[str]") -> None:
-    process.kill()
-    process.communicate()
+            process.kill()
+            process.communicate()

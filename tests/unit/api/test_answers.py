@@ -24,7 +24,7 @@ from api.answers.call_formats import (
 )
 from api.answers.chat_answer import ChoiceParser, finish_reason, render_message
 from api.answers.logprobs import token_bytes
-from api.answers.scanner import CallArguments, CallStart, ContentDelta
+from api.answers.scanner import ContentDelta
 from api.answers.stop_holdback import StopHoldback
 from api.protocols.openai import PLACE_OF_TEXT, ChatCompletionRenderer, CompletionRenderer
 from api.requests.pool import named_format
@@ -172,20 +172,6 @@ HERMES_ANSWERS = {
     ),
     '<tool_call>\n{"name": "f", "arguments": {"a": "b': Answer(calls=[("f", '{"a": "b')]),
 }
-
-
-def test_the_name_comes_first_and_arguments_as_they_come() -> None:
-    pieces = ["<tool_call>", '{"name": "f", "arguments": ', '{"a', '": "x', 'yz"', "}}"]
-    *deltas, last = HERMES.deltas(pieces)
-    assert deltas == [
-        [],
-        [],
-        [CallStart(0, "f"), CallArguments(0, '{"a')],
-        [CallArguments(0, '": "x')],
-        [CallArguments(0, 'yz"')],
-        [CallArguments(0, "}")],
-    ]
-    assert last == []
 
 
 # --- Llama 3 ------------------------------------------------------------------------------------------------

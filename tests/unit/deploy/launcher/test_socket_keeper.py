@@ -136,33 +136,6 @@ async def test_answers_of_a_gateway_that_ends_are_spread_over_the_others() -> No
     close_all(*clients, heirs[1].channel, *(connection for _, connection in everything))
 
 
-async def test_a_released_answer_goes_to_a_gateway_that_takes_answers() -> None:
-    keeper = SocketKeeper()
-    leaving, other = FakeGateway(keeper), FakeGateway(keeper)
-    for gateway in (leaving, other):
-        gateway.send(KeeperMessage(takes=True))
-    await wait_until(lambda: all(channel.takes for channel in keeper.channels))
-    [client] = await keep_some(leaving, keeper, ANSWERS[:1])
-    leaving.send(KeeperMessage(takes=False))
-    leaving.send(KeeperMessage(release="r0/0"))
-    [(_, connection)] = (await other.inherited(1)).values()
-    keeper.close()
-    close_all(client, connection, leaving.channel, other.channel)
-
-
-async def test_an_answer_waits_for_the_successor_of_the_only_gateway() -> None:
-    keeper = SocketKeeper()
-    only = FakeGateway(keeper)
-    [client] = await keep_some(only, keeper, ANSWERS[:1])
-    only.channel.close()
-    await wait_until(lambda: not keeper.channels)
-    successor = FakeGateway(keeper)
-    successor.send(KeeperMessage(takes=True))
-    [(_, connection)] = (await successor.inherited(1)).values()
-    keeper.close()
-    close_all(client, connection, successor.channel)
-
-
 async def test_an_answer_for_which_no_heir_comes_is_dropped() -> None:
     keeper = SocketKeeper(orphan_s=0.05)
     only = FakeGateway(keeper)

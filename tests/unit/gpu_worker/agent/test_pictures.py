@@ -39,34 +39,26 @@ async def keep(redis: Redis, **contents: bytes) -> None:
         await redis.set(KEYS.picture(digest), content)
 
 
-async def test_a_row_gets_its_pictures_and_a_resume_gets_them_again(redis: Redis) -> None:
-    agent = await make_agent(redis)
-    await keep(redis, aa=b"red", bb=b"blue")
-    [row] = await start(agent, new_row())
-    assert row.contents == [b"red", b"blue"]
-    [resumed] = await start(agent, new_row(2))
-    assert resumed.contents == row.contents
-
-
 @pytest.mark.parametrize(
-    ("num_cached", "digests"), [(0, ["aa", "bb"]), (11, ["aa", "bb"]), (12, ["bb"]), (24, [])]
+    ("num_cached", "needs_all", "digests"),
+    [
+        (0, False, ["aa", "bb"]),
+        (11, False, ["aa", "bb"]),
+        (12, False, ["bb"]),
+        (24, False, []),
+        (24, True, ["aa", "bb"]),  # positions after a picture depend on its size
+    ],
 )
-async def test_pictures_whose_kv_is_cached_are_not_read(
-    redis: Redis, num_cached: int, digests: list[str]
+async def test_a_row_gets_its_pictures_but_those_whose_kv_is_cached(
+    redis: Redis, num_cached: int, needs_all: bool, digests: list[str]
 ) -> None:
+    """A resume gets them again."""
     agent = await make_agent(redis)
+    agent.plans.needs_all = needs_all
     await keep(redis, **{digest: digest.encode() for digest in digests})
-    [row] = await start(agent, new_row(num_cached=num_cached))
-    assert [one.decode() for one in row.contents if one] == digests
-
-
-async def test_an_engine_may_need_all_pictures_of_a_row(redis: Redis) -> None:
-    """Where the positions after a picture depend on its size."""
-    agent = await make_agent(redis)
-    agent.plans.needs_all = True
-    await keep(redis, aa=b"red", bb=b"blue")
-    [row] = await start(agent, new_row(num_cached=24))
-    assert row.contents == [b"red", b"blue"]
+    for number in (1, 2):
+        [row] = await start(agent, new_row(number, num_cached=num_cached))
+        assert [one.decode() for one in row.contents if one] == digests
 
 
 async def test_a_row_whose_picture_is_lost_never_starts_and_its_request_fails(redis: Redis) -> None:

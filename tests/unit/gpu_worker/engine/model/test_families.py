@@ -5,6 +5,7 @@ the cause.
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,27 +36,36 @@ COMPRESSED = SIZES | {
     "num_experts_per_tok": 1,
     "moe_intermediate_size": 32,
 }
-REFUSED = {
-    "Mpt": (
+CHUNKED = LLAMA | {"head_dim": 16, "attention_chunk_size": 16, "num_local_experts": 2}
+MINIMAX = (
+    LLAMA
+    | {"num_local_experts": 2, "head_dim": 16}
+    | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+)
+"""It has states in a cache of its own, whatever the config says of its layers."""
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "Mpt",
         {"vocab_size": VOCAB, "d_model": 64, "n_layers": 2, "n_heads": 4, "attn_config": {"alibi": False}},
         "has no ALiBi",
     ),
-    "Falcon": (SIZES | {"alibi": True}, "ALiBi"),
-    "Llama4Text": (
-        LLAMA | {"head_dim": 16, "attention_chunk_size": 16, "num_local_experts": 2},
-        "chunked_attention; only",
-    ),
-    "Moshi": (
+    ("Falcon", SIZES | {"alibi": True}, "ALiBi"),
+    ("Llama4Text", CHUNKED, "chunked_attention; only"),
+    # its layers without rotary positions scale queries by the cache's count
+    ("Llama4Text", CHUNKED | {"layer_types": ["full_attention"] * 3}, "counts tokens by a cache of its own"),
+    (
+        "Moshi",
         LLAMA | {"ffn_dim": 128, "sliding_window": 16},
         "its cache has a window of 16 tokens and its mask none",
     ),
-    "Rwkv": ({"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2}, "no attention heads, and no"),
-    "Zaya": (COMPRESSED, "ZayaCCAProjection, which has states, returns more than hidden states"),
-    "GPTJ": (GPT, "is not served any more; GPT-NeoX"),
-    "CodeGen": (GPT, "is not served any more; StarCoder2"),
-    "XGLM": (SIZES | {"d_model": 64, "num_layers": 2, "attention_heads": 4}, "is not served any more; Qwen3"),
-    "Helium": (LLAMA | {"head_dim": 8}, "the code of HeliumForCausalLM fails"),
-}
+    ("Rwkv", {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2}, "no attention heads, and no"),
+    ("Zaya", COMPRESSED, "ZayaCCAProjection, which has states, returns more than hidden states"),
+    ("GPTJ", GPT, "is not served any more; GPT-NeoX"),
+    ("CodeGen", GPT, "is not served any more; StarCoder2"),
+    ("XGLM", SIZES | {"d_model": 64, "num_layers": 2, "attention_heads": 4}, "is not served any more; Qwen3"),
+    ("Helium", LLAMA | {"head_dim": 8}, "the code of HeliumForCausalLM fails"),
+    ("MiniMax", MINIMAX, "see each other by other ways than attention"),
+]
 
 
 Saved = tuple[Path, dict[int, list[int]]]
@@ -82,40 +92,20 @@ def test_ids_are_those_of_generate(family: str, new_tokens: int, saved: Callable
     check_ids(engine_of(folder), expected)
 
 
-@pytest.mark.parametrize("family", REFUSED)
-def test_unservable_families_are_refused_with_the_cause(family: str, tmp_path: Path) -> None:
-    sizes, words = REFUSED[family]
-    tiny_models.save(tmp_path, family, sizes)  # type: ignore[arg-type]
+@pytest.mark.parametrize(("family", "sizes", "words"), REFUSED)
+def test_unservable_families_are_refused_with_the_cause(
+    family: str, sizes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    tiny_models.save(tmp_path, family, sizes)
     with pytest.raises(SettingError, match=words) as caught:
         engine_of(tmp_path)
     assert caught.value.name == "model_id" and "\n" not in str(caught.value)
-
-
-def test_layers_that_mix_tokens_outside_attention_and_states_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever the config says of its layers: MiniMax' have states in a cache of its own."""
-    sizes = LLAMA | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
-    tiny_models.save(tmp_path, "MiniMax", sizes | {"num_local_experts": 2, "head_dim": 16})
-    with pytest.raises(SettingError, match="see each other by other ways than attention"):
-        engine_of(tmp_path)
 
 
 def test_masks_other_than_causal_or_window_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(config, "LAYER_TYPES", {"full_attention", "chunked_attention"})
-    tiny_models.save(tmp_path, "Llama4Text", REFUSED["Llama4Text"][0])  # type: ignore[arg-type]
+    tiny_models.save(tmp_path, "Llama4Text", CHUNKED)
     with pytest.raises(SettingError, match="neither causal nor a sliding window"):
-        engine_of(tmp_path)
-
-
-def test_attention_that_counts_tokens_by_its_own_cache_is_refused(tmp_path: Path) -> None:
-    """Llama 4's, which scales queries by it in layers without rotary positions."""
-    tiny_models.save(
-        tmp_path,
-        "Llama4Text",
-        REFUSED["Llama4Text"][0] | {"layer_types": ["full_attention"] * 3},  # type: ignore[operator]
-    )
-    with pytest.raises(SettingError, match="counts tokens by a cache of its own"):
         engine_of(tmp_path)

@@ -99,14 +99,17 @@ def test_it_gives_its_memory_up_and_takes_it_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings, words",
+    "sizes, settings, words",
     [
-        ({"runner": "generate"}, "RUNNER: generate, but .* is an encoder, which makes no text"),
-        ({"quantize": "fp8"}, "QUANTIZE: fp8 is not served for encoders"),
+        ({}, {"runner": "generate"}, "RUNNER: generate, but .* is an encoder, which makes no text"),
+        ({}, {"quantize": "fp8"}, "QUANTIZE: fp8 is not served for encoders"),
+        ({"num_labels": 3}, {}, r"has 3 labels: only models with one score \(rerankers\)"),
     ],
 )
-def test_what_an_encoder_cannot_do_is_refused(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
-    save_encoder(tmp_path, "BERT")
+def test_what_an_encoder_cannot_do_is_refused(
+    tmp_path: Path, sizes: dict[str, Any], settings: dict[str, Any], words: str
+) -> None:
+    save_encoder(tmp_path, "BERT", **sizes)
     with pytest.raises(SettingError, match=words):
         engine_of(tmp_path, **settings)
 
@@ -136,12 +139,6 @@ def test_ways_to_pool_that_are_not_served_or_damaged_are_named(
     save_modules(tmp_path)
     (tmp_path / name).write_text(content)
     with pytest.raises(SettingError, match=words):
-        read_pooling(tmp_path, Settings(model_id=str(tmp_path)))
-
-
-def test_a_classifier_of_several_labels_is_refused(tmp_path: Path) -> None:
-    save_encoder(tmp_path, "BERT", num_labels=3)
-    with pytest.raises(SettingError, match=r"has 3 labels: only models with one score \(rerankers\)"):
         read_pooling(tmp_path, Settings(model_id=str(tmp_path)))
 
 
