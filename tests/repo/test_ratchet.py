@@ -18,7 +18,7 @@ MOST = {  # statements, lines
     "gpu_worker": (11_056, 21_178),
     "common": (3_761, 7_491),
     "deploy": (2_511, 4_354),
-    "tests": (31_721, 55_375),
+    "tests": (31_654, 55_286),
     "benchmarks": (2_187, 3_704),
 }
 MOST_WORDS_OF_DOCS = 21_817
