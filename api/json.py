@@ -102,7 +102,7 @@ def place_of(ids: Sequence[str], given: str | None, name: str) -> int:
     if not given:
         return -1
     if given not in ids:
-        raise invalid(f"`{name}` must be an id of the list. Given: {quoted(given)}", name)
+        raise invalid(f"`{name}` must be an id of the list. Given: {quoted(given)}")
     return ids.index(given)
 
 

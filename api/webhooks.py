@@ -152,18 +152,18 @@ def find_webhook(
     try:
         key_of_secret(secret)
     except ValueError as error:
-        raise invalid(f"`webhook.secret` {error}", "webhook.secret") from error
+        raise invalid(f"`webhook.secret` {error}") from error
     return Webhook(field.url, secret, kind, object_id)
 
 
 def check_url(url: str, settings: Settings, field: str = "webhook.url") -> None:
     """Raises ApiError (422) for a URL to which nothing will be sent."""
     if len(url) > MAX_URL:
-        raise invalid(f"`{field}` is longer than {MAX_URL} characters", field)
+        raise invalid(f"`{field}` is longer than {MAX_URL} characters")
     try:
         check_target(read_url(url), settings.webhook_allowed_hosts)
     except UrlError as error:
-        raise invalid(f"`{field}` {error}", field) from error
+        raise invalid(f"`{field}` {error}") from error
 
 
 async def check_room(client: PoolClient) -> None:

@@ -331,19 +331,18 @@ async def load_adapter(pools: PoolRegistry, source: AdapterSource, in_place: boo
     pool = pools.own
     words, name = "must be 1 to 128 letters, digits and . _ / : + -", quoted(source.name)
     refuse(
-        (not ADAPTER_NAME.fullmatch(source.name), f"`lora_name` {words}. Given: {name}", "lora_name"),
+        (not ADAPTER_NAME.fullmatch(source.name), f"`lora_name` {words}. Given: {name}"),
         (
             not 0 < len(source.path) <= MAX_PATH_CHARS,
             f"`lora_path` must have 1 to {MAX_PATH_CHARS} characters",
-            "lora_path",
         ),
-        (pools.is_model(source.name), f"`lora_name`: {name} is the name of a model", "lora_name"),
+        (pools.is_model(source.name), f"`lora_name`: {name} is the name of a model"),
     )
     await pool.check_admission()
     try:
         adapter = await asyncio.to_thread(find_adapter, source)
     except AdapterFault as fault:
-        raise invalid(f"`lora_path`: {fault}", "lora_path") from fault
+        raise invalid(f"`lora_path`: {fault}") from fault
     check_rank(pool, adapter)
     known = await pool.find_adapter(adapter.name)
     if known and in_place and known.key == adapter.key and not known.failure:
@@ -412,11 +411,7 @@ def check_rank(pool: Pool, adapter: PoolAdapter) -> None:
         raise unavailable("no worker is ready")
     refuse(
         (not pool.workers.holders, "The workers of this pool serve no adapters", "lora_name"),
-        (
-            adapter.rank > most,
-            f"`lora_path`: its rank is {adapter.rank}; MAX_LORA_RANK is {most}",
-            "lora_path",
-        ),
+        (adapter.rank > most, f"`lora_path`: its rank is {adapter.rank}; MAX_LORA_RANK is {most}"),
     )
     if adapter.base_model and adapter.base_model not in (*settings.served_model_name, settings.model_id):
         log.warning("the adapter %s was made for the model %s", adapter.name, adapter.base_model)
@@ -426,10 +421,10 @@ def all_have(pool: Pool, adapter: PoolAdapter) -> bool:
     """Whether all ready workers have loaded an adapter. Raises ApiError (422) if one of them refuses it."""
     known = pool.adapters.registry.adapters.get(adapter.key)
     if known and known.added_ms == adapter.added_ms and known.failure:
-        raise invalid(f"`lora_path`: {known.failure}", "lora_path")
+        raise invalid(f"`lora_path`: {known.failure}")
     for incarnation, held in pool.workers.holders.items():
         if why := held.why_not(adapter):
-            raise invalid(f"`lora_path`: the worker {incarnation} refuses it: {why}", "lora_path")
+            raise invalid(f"`lora_path`: the worker {incarnation} refuses it: {why}")
     return bool(pool.workers.holders) and all(
         adapter.key in held.loaded for held in pool.workers.holders.values()
     )

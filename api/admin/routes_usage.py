@@ -107,18 +107,18 @@ async def usage(
     for 90 days; before that, only whole months are known. A tenant's key sees its own tenant.
     """
     if format not in (None, "json"):
-        raise invalid(f"`format` must be json. Given: {quoted(format)}", "format")
+        raise invalid(f"`format` must be json. Given: {quoted(format)}")
     now = datetime.fromtimestamp(own_pool(request).client.clock.now_s(), UTC)
     names = [name.strip() for name in group_by.split(",") if name.strip()]
     for name in names:
         if name not in GROUPS:
             words = f"must be some of {', '.join(GROUPS)}. Given: {quoted(name)}"
-            raise invalid(f"`group_by` {words}", "group_by")
+            raise invalid(f"`group_by` {words}")
     by = [name for name in GROUPS if name in names]
     first = read_time(begin, "from") if begin is not None else month_begin(now.timestamp())
     last = read_time(end, "to") if end is not None else now
     if last < first:
-        raise invalid("`to` must not be before `from`", "to")
+        raise invalid("`to` must not be before `from`")
     wanted = {"key_id": key, "tenant": narrow(request, tenant), "model": model}
     async with asking_broker():
         found = await read_rows(own_pool(request).client.redis, first, last, now, by)
@@ -147,7 +147,7 @@ async def read_rows(
         return await read_months(redis, first, last)
     if first < now - timedelta(hours=HOURS_KEPT):
         raise invalid(
-            "`from` must be within 90 days, or all of it whole months, grouped by no `hour` or `day`", "from"
+            "`from` must be within 90 days, or all of it whole months, grouped by no `hour` or `day`"
         )
     return await read_hours(redis, first, last)
 
@@ -162,7 +162,7 @@ def narrow(request: Request, tenant: str | None) -> str | None:
     key = key_of(request)
     scope = None if key is None or key.admin else key.tenant
     if scope is not None and tenant not in (None, scope):
-        raise invalid(f"`tenant` must be {quoted(scope)}, or left out: your API key is of that one", "tenant")
+        raise invalid(f"`tenant` must be {quoted(scope)}, or left out: your API key is of that one")
     return tenant if scope is None else scope
 
 
@@ -176,6 +176,4 @@ def read_time(text: str, name: str) -> datetime:
             return datetime.fromtimestamp(float(text), UTC)
         found = datetime.fromisoformat(text)
         return found.astimezone(UTC) if found.tzinfo else found.replace(tzinfo=UTC)
-    raise invalid(
-        f"`{name}` must be a time as 2026-11-27T08:00:00Z or Unix seconds. Given: {quoted(text)}", name
-    )
+    raise invalid(f"`{name}` must be a time as 2026-11-27T08:00:00Z or Unix seconds. Given: {quoted(text)}")

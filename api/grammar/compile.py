@@ -80,7 +80,7 @@ async def compile_grammar(grammar: Grammar, tokenizer: ModelTokenizer | None = N
         return grammar.text
     if (size := len(grammar.text)) > MAX_GRAMMAR_BYTES:
         words = f"must have at most {MAX_GRAMMAR_BYTES} characters. Given: {size}"
-        raise invalid(f"`{grammar.field}` {words}", grammar.field)
+        raise invalid(f"`{grammar.field}` {words}")
     special_ids: SpecialIds = ()
     if tokenizer is not None and grammar.kind == "structural_tag":
         special_ids = tuple(tokenizer.special_tokens.items())

@@ -75,7 +75,7 @@ async def call_grammar(
     must = is_required or any(tool.strict for tool in tools)  # whether a client relies on valid calls
     key = json.dumps([[tool.name, tool.parameters, tool.strict] for tool in tools])
     if len(key) > MAX_GRAMMAR_BYTES:
-        raise invalid(f"`tools` must have at most {MAX_GRAMMAR_BYTES} characters. Given: {len(key)}", "tools")
+        raise invalid(f"`tools` must have at most {MAX_GRAMMAR_BYTES} characters. Given: {len(key)}")
     ids = tuple((mark, special_ids[mark]) for mark in form.marks if mark in special_ids)
     if not must and not form.writing(special_ids).mark:
         return ""  # nothing says where free text ends and a call begins

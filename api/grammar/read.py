@@ -64,9 +64,9 @@ def read_structured_outputs(value: Mapping[str, Any], field: str = "structured_o
     given = {name: value[name] for name in KINDS if value.get(name) not in (None, False)}
     for name, item in value.items():
         if name not in (*KINDS, *WITHOUT_EFFECT, PATTERN) and item:
-            raise invalid(f"`{field}.{cut(name)}` is not supported yet", f"{field}.{cut(name)}")
+            raise invalid(f"`{field}.{cut(name)}` is not supported yet")
     if len(given) != 1:
-        raise invalid(f"`{field}` must have one of {', '.join(KINDS)}. Given: {len(given)}", field)
+        raise invalid(f"`{field}` must have one of {', '.join(KINDS)}. Given: {len(given)}")
     [(name, item)] = given.items()
     return with_whitespace(KINDS[name](item, f"{field}.{name}"), value.get(PATTERN), f"{field}.{PATTERN}")
 
@@ -78,7 +78,7 @@ def with_whitespace(grammar: Grammar | None, pattern: Any, field: str) -> Gramma
     if pattern is None or pattern == "":
         return grammar
     if grammar is None or grammar.kind not in ("json", "structural_tag"):
-        raise invalid(f"`{field}` can only be used for JSON: beside a JSON schema or a structural tag", field)
+        raise invalid(f"`{field}` can only be used for JSON: beside a JSON schema or a structural tag")
     return replace(grammar, whitespace=text(pattern, field))
 
 
@@ -101,7 +101,7 @@ def as_json(value: Any, field: str) -> Any:
     try:
         return parse_text(value) if isinstance(value, str) else value
     except ValueError as error:
-        raise invalid(f"`{field}` is not JSON that can be read: {cut(str(error))}", field) from error
+        raise invalid(f"`{field}` is not JSON that can be read: {cut(str(error))}") from error
 
 
 # --- checks of values ---------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def must_be(words: str, is_right: Callable[[Any], bool]) -> Check:
 
     def check(value: Any, place: str) -> Any:
         if not is_right(value):
-            raise invalid(f"`{place}` must be {words}", place)
+            raise invalid(f"`{place}` must be {words}")
         return value
 
     return check
@@ -144,7 +144,7 @@ def read_fields(value: Any, place: str, fields: Mapping[str, Check]) -> Format:
     for name, item in an_object(value, place).items():
         if name not in ("type", *fields) and item not in DEFAULTS:
             place = f"{place}.{cut(name)}"
-            raise invalid(f"`{place}` is not supported. Given: {quoted(item)}", place)
+            raise invalid(f"`{place}` is not supported. Given: {quoted(item)}")
     return {name: check(value.get(name), f"{place}.{name}") for name, check in fields.items()}
 
 
@@ -153,7 +153,7 @@ def type_of(value: Any, kinds: Collection[str], place: str) -> str:
     kind = an_object(value, place).get("type")
     if not isinstance(kind, str) or kind not in kinds:
         place = f"{place}.type"
-        raise invalid(f"`{place}` must be one of {', '.join(kinds)}. Given: {quoted(kind)}", place)
+        raise invalid(f"`{place}` must be one of {', '.join(kinds)}. Given: {quoted(kind)}")
     return kind
 
 

@@ -129,11 +129,11 @@ def reject_unsupported(
         if value is None or value in unsupported.get(name, ()):
             continue
         if name in GONE_FIELDS and value is not False:
-            raise invalid(f"`{name}` is not served any more: {GONE_FIELDS[name]}", name)
+            raise invalid(f"`{name}` is not served any more: {GONE_FIELDS[name]}")
         if name in unsupported:
-            raise invalid(f"`{name}` is not supported yet", name)
+            raise invalid(f"`{name}` is not supported yet")
         if name in other_routes:
-            raise invalid(f"`{name}` is not a field of this route", name)
+            raise invalid(f"`{name}` is not a field of this route")
     others = {name: value for name, value in fields.items() if name not in unsupported}
     warn_of_unknown({name: value for name, value in others.items() if name not in GONE_FIELDS})
 

@@ -106,7 +106,7 @@ async def handle_query(request: Request, exception: RequestValidationError) -> R
     """Answer a request with a wrong query; routes read their bodies themselves."""
     problem = exception.errors()[0]
     name = str(problem["loc"][-1])
-    return await handle_api_error(request, invalid(f"`{name}`: {problem['msg']}", name))
+    return await handle_api_error(request, invalid(f"`{name}`: {problem['msg']}"))
 
 
 async def handle_http_exception(request: Request, exception: HTTPException) -> Response:

@@ -268,8 +268,7 @@ def make_job(line: BatchLine, job_id: str, entry_ms: int, number: int, terms: Se
         protocol=protocol,
         body=JobBody.model_construct(**fields),
         terms=terms,
-        fault=line.fault
-        or (None if isinstance(model, str | None) else invalid("`model` must be a text", "model")),
+        fault=line.fault or (None if isinstance(model, str | None) else invalid("`model` must be a text")),
     )
 
 

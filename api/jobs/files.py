@@ -295,7 +295,7 @@ async def upload(request: Request, store: FileStore, owner: str) -> StoredFile:
     async with UPLOADS, reading_form(request) as form:
         asked, file = UploadForm.read(form), form.get("file")
         if not isinstance(file, UploadFile) or not file.size:
-            raise invalid("`file` must be given, as a file with a name, and not be empty", "file")
+            raise invalid("`file` must be given, as a file with a name, and not be empty")
         if file.size > MAX_FILE_BYTES:
             raise too_large()
         now_s, parts = store.clock.now_s(), list[tuple[str, int]]()

@@ -57,7 +57,7 @@ def read_not_before(value: datetime, submitted_ms: int) -> int:
     due_ms = round(1000 * value.timestamp())
     if due_ms > submitted_ms + 1000 * MAX_WAIT_S:
         most = f"{MAX_WAIT_S // 86_400} days ({MAX_WAIT_S} s) after the job was submitted"
-        raise invalid(f"`not_before` must be at most {most}. Given: {value.isoformat()}", "not_before")
+        raise invalid(f"`not_before` must be at most {most}. Given: {value.isoformat()}")
     return due_ms
 
 
@@ -244,7 +244,7 @@ def read_job(entry_id: str, fields: Mapping[bytes, bytes], max_bytes: int) -> Jo
     try:
         body = parse_body(JobBody, orjson.dumps(parsed))
         if body.id is not None and not is_job_id(body.id):
-            raise invalid("`id` must not be that of a batch's line, which is the fleet's own", "id")
+            raise invalid("`id` must not be that of a batch's line, which is the fleet's own")
         check_prompt(body, job.protocol)
         not_before_ms = 0 if body.not_before is None else read_not_before(body.not_before, job.entry_ms)
         return replace(job, body=body, terms=read_job_terms(body), not_before_ms=not_before_ms)
@@ -264,14 +264,14 @@ def check_prompt(body: JobBody, protocol: Protocol | None) -> None:
     """Raises ApiError (422) for a job that has not one prompt, that of its route."""
     if body.url is not None and (protocol is None or not protocol.prompt):
         known = ", ".join(row.path for row in PROTOCOLS if row.prompt)
-        raise invalid(f"`url` must be one of {known}. Given: {quoted(body.url)}", "url")
+        raise invalid(f"`url` must be one of {known}. Given: {quoted(body.url)}")
     given = [name for name in JOBS if getattr(body, name) is not None]
     if len(given) != 1:
         others = "or `prompt`, or for vectors and scores `input`, or `query` with `documents`"
-        raise invalid(f"either `inputs` or `messages` must be given, {others}", "inputs")
+        raise invalid(f"either `inputs` or `messages` must be given, {others}")
     assert protocol is not None
     if given[0] not in protocol.prompt:
-        raise invalid(f"`{given[0]}` is no prompt of {protocol.path}: give `{protocol.prompt[0]}`", given[0])
+        raise invalid(f"`{given[0]}` is no prompt of {protocol.path}: give `{protocol.prompt[0]}`")
 
 
 def content_of(job: Job) -> dict[str, Any]:
@@ -287,7 +287,7 @@ def content_of(job: Job) -> dict[str, Any]:
     given = job.body.parameters or {}
     for name in NOT_PARAMETERS:
         if given.get(name) is not None:
-            raise invalid(f"`{name}` is no parameter of a job", name)
+            raise invalid(f"`{name}` is no parameter of a job")
     streamed = {"stream": job.has_listeners or "stream_options" in given} if "stream" in known else {}
     return given | prompt | streamed
 
@@ -306,7 +306,7 @@ def parse(fields: Mapping[bytes, bytes], max_bytes: int) -> dict[str, Any]:
     if data is not None and b"cancel" in fields:
         raise invalid("an entry has `job` or `cancel`, not both", "cancel")
     if data is None:
-        raise invalid("the entry has no field `job`", "job")
+        raise invalid("the entry has no field `job`")
     if len(data) > max_bytes:
         raise ApiError(413, "payload_too_large", f"The job is larger than {max_bytes} bytes")
     try:
@@ -314,7 +314,7 @@ def parse(fields: Mapping[bytes, bytes], max_bytes: int) -> dict[str, Any]:
     except ValueError as error:
         raise ApiError(400, "invalid_json", f"`job` is not JSON that can be read: {error}") from error
     if not isinstance(parsed, dict):
-        raise invalid("`job` must be an object", "job")
+        raise invalid("`job` must be an object")
     return parsed
 
 

@@ -230,7 +230,7 @@ async def read_page(
     sets = (STATES[query.state],) if query.state else SETS
     place = read_cursor(cursor) if cursor else Place(sets[0])
     if place.set_name not in sets:
-        raise invalid(f"`cursor` is of another `status`. Given: {quoted(cursor)}", "cursor")
+        raise invalid(f"`cursor` is of another `status`. Given: {quoted(cursor)}")
     found: list[JobRecord] = []
     num_scanned = 0
     for set_name in sets[sets.index(place.set_name) :]:
@@ -250,7 +250,7 @@ def read_cursor(text: str) -> Place:
     set_name, _, rest = text.partition(":")
     score, _, job_id = rest.partition(":")
     if set_name not in SETS or not score.isdecimal() or len(score) > 15 or not job_id:
-        raise invalid(f"`cursor` must be the `cursor` of a page. Given: {quoted(text)}", "cursor")
+        raise invalid(f"`cursor` must be the `cursor` of a page. Given: {quoted(text)}")
     return Place(set_name, int(score), job_id)
 
 

@@ -82,8 +82,7 @@ async def read_rest(pool: Pool, answer: HttpAnswer, channel: str, num_seen: int)
         if time.monotonic() > end_s:
             raise invalid(
                 f"`{LAST_EVENT_ID}` must be the id of a frame that was sent: this answer has "
-                f"{num_seen - frames.num_seen} so far. Given: {quoted(num_seen)}",
-                LAST_EVENT_ID,
+                f"{num_seen - frames.num_seen} so far. Given: {quoted(num_seen)}"
             )
         await asyncio.sleep(READ_PAUSE_S)
     if not frames.first and all(stream.terminal for stream in streams):
@@ -161,9 +160,7 @@ def read_last_event_id(request: Request) -> int:
     """Number of frames that the client has. Raises ApiError (422)."""
     given = request.headers.get(LAST_EVENT_ID, "0")
     if not ORDINAL.fullmatch(given):
-        raise invalid(
-            f"`{LAST_EVENT_ID}` must be the id of a frame, a number. Given: {quoted(given)}", LAST_EVENT_ID
-        )
+        raise invalid(f"`{LAST_EVENT_ID}` must be the id of a frame, a number. Given: {quoted(given)}")
     return int(given)
 
 
@@ -216,7 +213,7 @@ async def read_streams(request: Request) -> Response:
     asked = await body.read(request, StreamPlaces, own_pool(request).settings.payload_limit)
     places = [read_place(place) for place in asked.streams]
     if len({name for name, _ in places}) < len(places):
-        raise invalid("`streams` names an answer twice", "streams")
+        raise invalid("`streams` names an answer twice")
     found = await asyncio.gather(*(find_rest(request, *place) for place in places))
     readers = {one.answer.request_id: one for one in found if one is not None}
     if not readers:
@@ -240,7 +237,7 @@ async def find_rest(request: Request, name: str, num_seen: int) -> Reader | None
     admitted = await find_streamed(request, name)
     if not admitted.answer.numbered:
         why = "its client must have asked to come back (`resume_s`, `detached`)"
-        raise invalid(f"`streams`: the frames of {name} have no numbers: {why}", "streams")
+        raise invalid(f"`streams`: the frames of {name} have no numbers: {why}")
     return await read_rest(*admitted, num_seen)
 
 
