@@ -179,15 +179,13 @@ class PoolingInput:
     """One input.
 
     Attributes:
-        text, ids: the input; one of the two is given.
-        pair: the second text, if it is a pair.
         where: its name in errors, by the client's own fields.
+        texts: one, or the two of a pair; empty where `ids` are given.
     """
 
     where: str
-    text: str = ""
-    ids: Sequence[int] | None = None
-    pair: str | None = None
+    texts: Sequence[str] = ()
+    ids: Sequence[int] = ()
 
 
 def pooling_of(context: Context) -> PoolingConfig:
@@ -208,43 +206,36 @@ async def ask_for(
     context: Context, inputs: Sequence[PoolingInput], body: PoolingFields, name: str, shown: VectorAnswer
 ) -> Asked:
     """A request for each input; `name` is that of the field that has them. Raises ApiError."""
-    pool = context.pool
+    pool, pooling, pace = context.pool, pooling_of(context), Pace()
     context.check_number(len(inputs), name)
-    requests, num_chars, pace = [], 0, Pace()
+    most, cut_to = pool.workers.limits.max_input_tokens, body.truncate_prompt_tokens
+    if cut_to is not None and cut_to > most:
+        raise invalid(f"`truncate_prompt_tokens` must be at most {most}. Given: {quoted(cut_to)}")
+    requests: list[Generate] = []
     for one in inputs:
-        requests.append(await make_request(pool, one, body))
-        num_chars += len(one.text) + len(one.pair or "")
+        ids, pair_start = await encode(pool, pooling, one, body, most if cut_to == -1 else cut_to)
+        if not ids:
+            raise invalid(f"`{one.where}` cannot be empty")
+        if len(ids) > most:
+            words = f"`{one.where}` must have at most {most} tokens. Given: {len(ids)}"
+            raise too_long(words, one.where, most)
+        params = PoolingParams(pair_start)
+        request = Generate(
+            request_id="",
+            digest="",
+            prompt_ids=pack_ids(ids),
+            stopping=StoppingParams(max_new_tokens=1),
+            logits=params.logits(pooling.size),
+            pooling=params,
+            cache_salt=body.cache_salt or "",
+        )
+        requests.append(request)
         await pace.step()
     need, most = sum(request.logits_bytes for request in requests), MAX_LOGITS_BYTES
     if need > most:
         raise invalid(f"`{name}` may have at most {most} bytes of vectors. Given: {need} bytes")
+    num_chars = sum(map(len, (text for one in inputs for text in one.texts)))
     return Asked(requests, [""] * len(requests), num_chars=num_chars, parts={"vectors": shown})
-
-
-async def make_request(pool: Pool, one: PoolingInput, body: PoolingFields) -> Generate:
-    """The request for one input. Raises ApiError."""
-    pooling, limits = pool.pooling, pool.workers.limits
-    assert pooling is not None
-    most, cut_to, name = limits.max_input_tokens, body.truncate_prompt_tokens, "truncate_prompt_tokens"
-    if cut_to is not None and cut_to > most:
-        raise invalid(f"`{name}` must be at most {most}. Given: {quoted(cut_to)}")
-    cut_to = most if cut_to == -1 else cut_to
-    ids, pair_start = await encode(pool, pooling, one, body, cut_to)
-    if not ids:
-        raise invalid(f"`{one.where}` cannot be empty")
-    if len(ids) > most:
-        words = f"`{one.where}` must have at most {most} tokens. Given: {len(ids)}"
-        raise too_long(words, one.where, most)
-    params = PoolingParams(pair_start)
-    return Generate(
-        request_id="",
-        digest="",
-        prompt_ids=pack_ids(ids),
-        stopping=StoppingParams(max_new_tokens=1),
-        logits=params.logits(pooling.size),
-        pooling=params,
-        cache_salt=body.cache_salt or "",
-    )
 
 
 # --- token ids ----------------------------------------------------------------------------------------------
@@ -258,14 +249,13 @@ async def encode(
     cut_to: int | None,
 ) -> tuple[list[int], int]:
     """Token ids of an input, and where the second text of a pair begins, 0 for none. Raises ApiError."""
-    if one.ids is not None:
+    if not one.texts:
         check_ids(one.where, one.ids, pool.tokenizer)
         kept = len(one.ids) if cut_to is None else min(cut_to, len(one.ids))
         return [*(one.ids[:kept] if body.truncation_side != "left" else one.ids[len(one.ids) - kept :])], 0
-    if not one.text and one.pair is None:
+    if one.texts == [""]:
         raise invalid(f"`{one.where}` cannot be empty")
-    texts = [one.text, *([] if one.pair is None else [one.pair])]
-    texts = [text.lower() for text in texts] if pooling.lowers else texts
+    texts = [text.lower() for text in one.texts] if pooling.lowers else one.texts
     backend = pool.tokenizer.backend
     whole = Rendered("".join(texts))  # says only how much work it is
     return await pool.tokenizer.run(whole, lambda: encode_texts(backend, texts, body, cut_to))
@@ -322,15 +312,14 @@ async def ask_for_pairs(
     context.check_number(len(others), names[1])
     if pooling.kind == EMBED:
         sides = [
-            PoolingInput(f"{name}[{i}]", text=text)
+            PoolingInput(f"{name}[{i}]", [text])
             for name, texts in zip(names, (queries, others), strict=True)
             for i, text in enumerate(texts)
         ]
         return await ask_for(context, sides, body, names[1], replace(shown, num_queries=len(queries)))
     firsts = [*queries] * len(others) if len(queries) == 1 else queries
     pairs = [
-        PoolingInput(f"{names[1]}[{i}]", text=first, pair=second)
-        for i, (first, second) in enumerate(zip(firsts, others, strict=True))
+        PoolingInput(f"{names[1]}[{i}]", pair) for i, pair in enumerate(zip(firsts, others, strict=True))
     ]
     return await ask_for(context, pairs, body, names[1], replace(shown, raw=pooling.is_raw))
 
@@ -464,11 +453,10 @@ async def read_score(parsed: ScoreRequest, context: Context) -> Asked:
 
 def listed_inputs(given: Prompt, name: str) -> list[PoolingInput]:
     """The inputs of a field that has a text, token ids, or a list of either."""
-    inputs: list[Any] = [*read_prompts(given)]
-    is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
-    places = [name] if is_one else [f"{name}[{i}]" for i in range(len(inputs))]
+    inputs: Any = read_prompts(given)
+    places = [f"{name}[{i}]" for i in range(len(inputs))] if inputs is given else [name]
     return [
-        PoolingInput(place, text=one) if isinstance(one, str) else PoolingInput(place, ids=one)
+        PoolingInput(place, [one]) if isinstance(one, str) else PoolingInput(place, ids=one)
         for place, one in zip(places, inputs, strict=True)
     ]
 
