@@ -55,8 +55,8 @@ TERMS = ("model", "tenant", "deadline_ms", "traceparent", "webhook", "api_key")
 """Arguments that are fields of the job, not of its chat, or of its texts."""
 
 Packed = dict[str, Any]
-ANSWERS_S = 0.1
-"""How soon an answer is looked for; then every twentieth of the time that it takes."""
+ANSWERS_S, MAX_LOOKS = 0.1, 500
+"""How soon an answer is looked for, then every twentieth of the time that it takes; most looks a second."""
 
 
 class JobFailed(Exception):
@@ -147,7 +147,8 @@ class JobWorker(Worker):
             async with self.looks:
                 if not await attempt(look, retry_forever):
                     return
-            await asyncio.sleep(max(ANSWERS_S, (time.monotonic() - began_s) / 20))
+            taken_s = time.monotonic() - began_s
+            await asyncio.sleep(max(ANSWERS_S, taken_s / 20, len(self.tasks) / MAX_LOOKS))
 
     # --- overrides of arq's methods -------------------------------------------------------------------------
 

@@ -580,9 +580,8 @@ class JobConsumer:
 
     async def has_noted(self, job: Job) -> bool:
         """Whether a gateway has accepted this very entry before, whatever became of its API key."""
-        name = self.keys.job_entries(job.id)
-        noted = await self.pool.retry_forever(lambda: self.redis.hget(name, job.address))
-        return bool(noted == job.entry_id.encode())
+        look = partial(self.redis.hget, self.keys.job_entries(job.id), job.address)
+        return bool(await self.pool.retry_forever(look) == job.entry_id.encode())
 
     async def release(self) -> None:
         """Submit scheduled jobs whose time has come, then wait for a heartbeat's time."""
