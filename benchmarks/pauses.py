@@ -14,9 +14,11 @@ import signal
 import time
 from itertools import pairwise
 
+import psutil
 import redis
 
 from common.broker.keys import Keys
+from deploy.launcher.process import SHORT_LIFE_S
 from tests.support.fleet.fleet import Fleet
 from tests.support.load import Load
 from tests.support.waiting import wait_until
@@ -45,12 +47,15 @@ async def main(args: argparse.Namespace) -> None:
 
 
 def is_whole(fleet: Fleet, args: argparse.Namespace) -> bool:
-    """Whether every process runs, and a preloaded worker waits if there should be one."""
+    """Whether every process runs, workers for so long that they start again at once, and the template of
+    workers has loaded the model.
+    """
     names = {f"w{number}" for number in range(args.workers)} | {
         f"b{number}" for number in range(args.batchers)
     }
-    is_preloaded = fleet.preloaded() or "preloaded" not in fleet.errors()
-    return bool(names <= fleet.pids().keys() and fleet.workers_ready() == args.workers and is_preloaded)
+    if not names <= fleet.pids().keys() or fleet.workers_ready() < args.workers or not fleet.preloaded():
+        return False
+    return time.time() - max(psutil.Process(fleet.pid(name)).create_time() for name in names) > SHORT_LIFE_S
 
 
 def victims(fleet: Fleet, kind: str, draw: random.Random) -> list[int]:

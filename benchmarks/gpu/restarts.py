@@ -13,14 +13,11 @@ import time
 import redis
 
 from common.broker.keys import Keys
+from deploy.launcher.process import SHORT_LIFE_S
 from tests.support.fleet.fleet import Fleet
 from tests.support.waiting import wait_until_sync
 
 KEYS = Keys("default")
-LIMIT_S = 1.0
-"""The longest time until a successor should be ready that is a copy of a template."""
-LONG_LIFE_S = 5.5
-"""A worker that has lived at least this long is started again at once."""
 
 
 def main(kills: int) -> None:
@@ -37,8 +34,7 @@ def main(kills: int) -> None:
     print(
         f"{time.strftime('%F %X')}, {kills} kills each: a copy of a template is ready after "
         f"{medians_s[True]:.2f} s (longest {longest_s[True]:.2f}), one that starts anew after "
-        f"{medians_s[False]:.2f} s (longest {longest_s[False]:.2f}); copies within {LIMIT_S:g} s: "
-        f"{longest_s[True] < LIMIT_S}"
+        f"{medians_s[False]:.2f} s (longest {longest_s[False]:.2f})"
     )
 
 
@@ -46,7 +42,7 @@ def measure(fleet: Fleet) -> float:
     """Kill the worker, and return the seconds until its successor is ready."""
     with redis.Redis.from_url(fleet.redis_url) as client:
         [old] = wait_until_sync(lambda: ready(client))
-        time.sleep(LONG_LIFE_S)
+        time.sleep(1.1 * SHORT_LIFE_S)  # then the next one starts at once
         killed_s = time.monotonic()
         os.kill(fleet.pid("w0"), signal.SIGKILL)
         wait_until_sync(lambda: ready(client) - {old})
