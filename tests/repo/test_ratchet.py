@@ -19,7 +19,7 @@ MOST = {  # statements, lines
     "common": (3_761, 7_491),
     "deploy": (2_511, 4_354),
     "tests": (31_654, 55_286),
-    "benchmarks": (2_187, 3_704),
+    "benchmarks": (2_189, 3_705),
 }
 MOST_WORDS_OF_DOCS = 21_817
 SLACK = 0.01
