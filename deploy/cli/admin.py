@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from urllib.parse import quote
 
 import httpx
 import setproctitle
+from redis.asyncio import Redis
 
 from common import api_keys
 from common.api_keys import ApiKey, IssuedKey, KeyFields, read_fields
@@ -91,22 +93,17 @@ def call_broker(flags: argparse.Namespace) -> None:
     settings = settings.model_copy(update={"redis_url": url})
     prepare.check_broker(settings)
     flags.pool = settings.pool
-
-    async def run() -> None:
-        async with PoolClient.connect(settings) as client:
-            await call(flags.action.run, client, flags)
-
-    finish(run())
+    finish(run_with(PoolClient.connect(settings), flags))
 
 
 def call_directory(flags: argparse.Namespace) -> None:
     url, _ = find("--directory-url", flags.directory_url, flags.action.changes)
+    finish(run_with(connect_setting("directory_url", url), flags))
 
-    async def run() -> None:
-        async with connect_setting("directory_url", url) as redis, asyncio.timeout(CONNECT_TIMEOUT_S):
-            await call(flags.action.run, DirectoryClient(redis), flags)
 
-    finish(run())
+async def run_with(connected: AbstractAsyncContextManager[Any], flags: argparse.Namespace) -> None:
+    async with connected as client:
+        await call(flags.action.run, client, flags)
 
 
 def call_launcher(flags: argparse.Namespace) -> None:
@@ -382,11 +379,13 @@ def fields_of(flags: argparse.Namespace, now_s: float) -> KeyFields:
 # --- models -------------------------------------------------------------------------------------------------
 
 
-async def list_models(directory: DirectoryClient, flags: argparse.Namespace) -> None:
+async def list_models(redis: Redis, flags: argparse.Namespace) -> None:
     """Print a line for each model and pool."""
+    async with asyncio.timeout(CONNECT_TIMEOUT_S):
+        pools = await DirectoryClient(redis).read()
     rows = [
         {"model": model, "pool": name, **describe_pool(known)}
-        for name, known in (await directory.read()).items()
+        for name, known in pools.items()
         for model in dict.fromkeys(known.entry.models or [name])
     ]
     show_rows(sorted(rows, key=lambda row: (row["model"], row["pool"])), TABLE["tables"]["models"])

@@ -113,20 +113,18 @@ def check_status(status: int, body: bytes) -> None:
 
 def error_message(body: bytes) -> str:
     """Return the message of an error in OpenAI's or TGI's form; of any other body, the body itself."""
-    try:
+    found = None
+    with contextlib.suppress(orjson.JSONDecodeError):
         found = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return one_line(body.decode(errors="replace")) or "(an empty answer)"
-    return one_line(error_text(found) or body.decode(errors="replace"))
+    return one_line(error_text(found) or body.decode(errors="replace")) or "(an empty answer)"
 
 
 def error_text(frame: Any) -> str:
     """Return the error in a JSON body or a frame; empty if there is none."""
-    error = frame.get("error") if isinstance(frame, dict) else None
-    if isinstance(error, dict):
-        error = error.get("message") or str(error)
-    detail = frame.get("detail") if isinstance(frame, dict) else None
-    return str(error or detail or "")
+    if not isinstance(frame, dict):
+        return ""
+    error = frame.get("error") or frame.get("detail") or ""
+    return str(error.get("message") or error) if isinstance(error, dict) else str(error)
 
 
 def one_line(text: str) -> str:

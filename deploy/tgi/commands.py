@@ -4,6 +4,7 @@ them. Each becomes a command of `tokenfleet`.
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from common.settings.settings import SettingError
@@ -17,22 +18,6 @@ MODEL_VARIABLES = ("MODEL_ID", "HF_MODEL_ID")
 PLACES = (Path("/opt/ml/model"), Path("/repository"))
 """Folders into which SageMaker and Inference Endpoints put the model."""
 SERVER_HELP = "one of serve MODEL_ID, download-weights MODEL_ID, quantize MODEL_ID OUTPUT_DIR"
-
-
-def launcher() -> int:
-    return main(launcher_words)
-
-
-def router() -> int:
-    return main(router_words)
-
-
-def server() -> int:
-    return main(server_words)
-
-
-def benchmark() -> int:
-    return main(benchmark_words)
 
 
 def launcher_words(words: Sequence[str]) -> list[str]:
@@ -97,3 +82,7 @@ def model_words(words: Sequence[str]) -> list[str]:
         return []
     found = [place for place in PLACES if (place / "config.json").is_file()]
     return ["--model-id", os.fspath(found[0])] if found else []
+
+
+launcher, router = partial(main, launcher_words), partial(main, router_words)
+server, benchmark = partial(main, server_words), partial(main, benchmark_words)
