@@ -51,16 +51,6 @@ SETTINGS: dict[str, Any] = {
 }
 RANKS, STAGES = {"num_shard": 2}, {"pipeline_parallel_size": 2}
 TWO = {"num_workers": 2}
-T5: dict[str, Any] = {
-    "d_model": 64,
-    "d_kv": 16,
-    "d_ff": 96,
-    "num_layers": 2,
-    "num_heads": 4,
-    "decoder_start_token_id": 0,
-    "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 20,
-}
 STUCK = {"step_timeout_s": 2}
 """Where a process is stopped. Elsewhere a busy machine would have the agent kill a slow engine."""
 FP8 = {"kv_cache_dtype": "fp8_e5m2"}
@@ -210,7 +200,7 @@ KINDS = {
     "draft": Kind(drafted, TWO, CAUSAL),
     "suffixes": Kind(guessed, TWO, CAUSAL),
     "encoder-decoder": Kind(
-        tiny("T5", T5), TWO, partial(by_transformers, "AutoModelForSeq2SeqLM"), num_tokens=400
+        tiny("T5", tiny_models.T5), TWO, partial(by_transformers, "AutoModelForSeq2SeqLM"), num_tokens=400
     ),
     "states": Kind(hybrid, TWO | {"kv_cache_bytes": "150KiB"}, CAUSAL),  # room for two rows
     "adapters": Kind(adapted, TWO | {"allow_runtime_lora_updating": True}, by_peft, adapted_texts, 160),

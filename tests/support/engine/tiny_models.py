@@ -29,6 +29,17 @@ SIZES = {
     "eos_token_id": 2,
 }
 LLAMA = SIZES | {"intermediate_size": 128, "num_key_value_heads": 2}
+T5: dict[str, Any] = {
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 96,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+    "initializer_factor": 1.0,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 20,
+}
 GPT = {
     "vocab_size": VOCAB,
     "n_layer": 3,

@@ -63,25 +63,38 @@ def test_outputs_equal_those_of_torch(
         assert backends[1].plan_free == plan_free
         caches = [KVCache(backend.geometry, BLOCKS, CPU) for backend in backends]
         assert caches[1].keys[0].shape[3] == caches[1].values[0].shape[3] == (64 if dim == 64 else 128)
-        caches[1].fill(list(range(BLOCKS + 1)), math.nan)
-        modules = [SimpleNamespace() for _ in caches]
-        for module, cache, backend in zip(modules, caches, backends, strict=True):
-            attention.attach([module], backend.geometry, cache, backend)
-        lines = rows(block_size, (70, 1, 33, 90))
-        for step in STEPS:
-            line = build_inputs(
-                arrange([chunk(lines[row], begin, count) for row, begin, count in step]), block_size, CPU
-            )
-            tokens = line.ids.shape[1]
-            query = torch.randn(1, tokens, 2 * group, dim).transpose(1, 2)
-            key, value = torch.randn(1, 2, tokens, dim), torch.randn(1, tokens, 2, dim).transpose(1, 2)
-            outputs = []
-            for backend, module in zip(backends, modules, strict=True):
-                backend.prepare_forward(line)
-                outputs.append(
-                    backend.attend(module, query, key, value, None if sinks is None else sinks[: 2 * group])
-                )
-            torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=2e-5)
+        own_sinks = None if sinks is None else sinks[: 2 * group]
+        check_outputs(backends, caches, block_size, 2 * group, 2, (dim, dim), own_sinks)
+
+
+def check_outputs(
+    backends: list[Any],
+    caches: list[KVCache],
+    block_size: int,
+    heads: int,
+    kv_heads: int,
+    dims: tuple[int, int],
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """Both backends have the same outputs in all steps. `dims`: of keys and values."""
+    caches[1].fill(list(range(BLOCKS + 1)), math.nan)
+    modules = [SimpleNamespace() for _ in caches]
+    for module, cache, backend in zip(modules, caches, backends, strict=True):
+        attention.attach([module], backend.geometry, cache, backend)
+    lines, is_latent = rows(block_size, (70, 1, 33, 90)), dims[0] != dims[1]
+    for step in STEPS:
+        line = build_inputs(
+            arrange([chunk(lines[row], begin, count) for row, begin, count in step]), block_size, CPU
+        )
+        tokens, outputs = line.ids.shape[1], []
+        query = torch.randn(1, tokens, heads, sum(dims) if is_latent else dims[0]).transpose(1, 2)
+        key = torch.randn(1, kv_heads, tokens, dims[0])
+        value = torch.randn(1, tokens, kv_heads, dims[1]).transpose(1, 2)
+        for backend, module in zip(backends, modules, strict=True):
+            backend.prepare_forward(line)
+            outputs.append(backend.attend(module, query, key, value, sinks))
+        assert outputs[0].shape == (1, tokens, heads, dims[1])
+        torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=2e-5)
 
 
 def test_split_rows_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,24 +168,8 @@ def test_outputs_over_latents_equal_those_of_torch(block_size: int, heads: int) 
     geometry = Geometry([layer], block_size, torch.float32, torch.float32)
     flash = FlashInferBackend(geometry, CPU, HOPPER, 8, BLOCKS)
     assert flash.planned == [True] and flash.geometry == geometry
-    backends, caches = [SdpaBackend(geometry, CPU), flash], [KVCache(geometry, BLOCKS, CPU) for _ in range(2)]
-    caches[1].fill(list(range(BLOCKS + 1)), math.nan)
-    modules = [SimpleNamespace() for _ in caches]
-    for module, cache, backend in zip(modules, caches, backends, strict=True):
-        attention.attach([module], backend.geometry, cache, backend)
-    lines = rows(block_size, (70, 1, 33, 90))
-    for step in STEPS:
-        line = build_inputs(
-            arrange([chunk(lines[row], begin, count) for row, begin, count in step]), block_size, CPU
-        )
-        tokens, outputs = line.ids.shape[1], []
-        query = torch.randn(1, tokens, heads, rank + rotary_dim).transpose(1, 2)
-        key, value = torch.randn(1, 1, tokens, rotary_dim), torch.randn(1, 1, tokens, rank)
-        for backend, module in zip(backends, modules, strict=True):
-            backend.prepare_forward(line)
-            outputs.append(backend.attend(module, query, key, value, None))
-        assert outputs[0].shape == (1, tokens, heads, rank)
-        torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=2e-5)
+    caches = [KVCache(geometry, BLOCKS, CPU) for _ in range(2)]
+    check_outputs([SdpaBackend(geometry, CPU), flash], caches, block_size, heads, 1, (rotary_dim, rank))
 
 
 def test_all_ranks_split_the_rows_of_the_same_steps() -> None:

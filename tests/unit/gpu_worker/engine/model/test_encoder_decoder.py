@@ -19,18 +19,7 @@ from tests.support.engine.tiny_engine import NEW_TOKENS, check_ids, engine_of
 from tests.support.parameters.slow_but import slow_but
 
 VOCAB = 256
-T5 = {
-    "vocab_size": VOCAB,
-    "d_model": 64,
-    "d_kv": 16,
-    "d_ff": 96,
-    "num_layers": 2,
-    "num_heads": 4,
-    "decoder_start_token_id": 0,
-    "initializer_factor": 1.0,
-    "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 20,
-}
+T5 = tiny_models.T5 | {"vocab_size": VOCAB}
 BART = {
     "vocab_size": VOCAB,
     "d_model": 64,
