@@ -5,7 +5,7 @@ the answer that makes it, and nowhere else.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Path, Query, Request
@@ -321,7 +321,7 @@ def describe_adapter(holders: Mapping[str, HeldAdapters], adapter: PoolAdapter) 
     }
 
 
-async def load_adapter(pools: PoolRegistry, source: AdapterSource, in_place: bool) -> PoolAdapter:
+async def load_adapter(pools: PoolRegistry, source: AdapterSource, in_place: bool) -> None:
     """Load an adapter on all workers of the gateway's own pool. If one of them refuses it, all unload it.
     Raises ApiError.
 
@@ -346,40 +346,31 @@ async def load_adapter(pools: PoolRegistry, source: AdapterSource, in_place: boo
     check_rank(pool, adapter)
     known = await pool.find_adapter(adapter.name)
     if known and in_place and known.key == adapter.key and not known.failure:
-        return known
+        return
     try:
-        async with asking_broker():
-            await change_registry(pool.client, lambda found: found.with_loading(adapter, in_place))
-        return await wait_until_loaded(pool, adapter)
+        await change_adapters(pool, lambda found: found.with_loading(adapter, in_place))
+        try:
+            async with asyncio.timeout(LOAD_TIMEOUT_S):
+                while not all_have(pool, adapter):
+                    await asyncio.sleep(LOOK_S)
+                    await pool.workers.refresh_unless_fresh()
+                    await pool.adapters.refresh_unless_fresh()
+            await change_adapters(pool, lambda found: found.with_ready(adapter.key))
+        except BaseException:
+            await asyncio.shield(change_adapters(pool, lambda found: found.without_key(adapter.key)))
+            raise
+    except TimeoutError as error:
+        raise unavailable(f"not all workers have loaded it within {LOAD_TIMEOUT_S:.0f} s") from error
     except ChangeRefused as error:
         raise ApiError(400, "validation", f"The adapter cannot be loaded: {error}", "lora_name") from error
-
-
-async def wait_until_loaded(pool: Pool, adapter: PoolAdapter) -> PoolAdapter:
-    """Wait for all ready workers, then let requests have the adapter; if that fails, take it back. Raises
-    ApiError, ChangeRefused.
-    """
-    try:
-        async with asyncio.timeout(LOAD_TIMEOUT_S):
-            while not all_have(pool, adapter):
-                await asyncio.sleep(LOOK_S)
-                await pool.workers.refresh_unless_fresh()
-                await pool.adapters.refresh_unless_fresh()
-        async with asking_broker():
-            await change_registry(pool.client, lambda found: found.with_ready(adapter.key))
-    except BaseException as error:
-        await asyncio.shield(take_back(pool, adapter))
-        if isinstance(error, TimeoutError):
-            raise unavailable(f"not all workers have loaded it within {LOAD_TIMEOUT_S:.0f} s") from error
-        raise
     await pool.adapters.refresh()
     log.info("the adapter %s is loaded from %s", adapter.key, adapter.path)
-    return adapter
 
 
-async def take_back(pool: Pool, adapter: PoolAdapter) -> None:
+async def change_adapters(pool: Pool, changed: Callable[[AdapterRegistry], AdapterRegistry]) -> None:
+    """Change the registry of adapters. Raises ApiError (503), ChangeRefused."""
     async with asking_broker():
-        await change_registry(pool.client, lambda found: found.without_key(adapter.key))
+        await change_registry(pool.client, changed)
 
 
 async def unload_adapter(pool: Pool, name: str) -> None:
@@ -391,8 +382,7 @@ async def unload_adapter(pool: Pool, name: str) -> None:
         return found.without_name(name)
 
     try:
-        async with asking_broker():
-            await change_registry(pool.client, without)
+        await change_adapters(pool, without)
     except ChangeRefused as error:
         raise ApiError(404 if error.is_unknown else 409, "not_found", str(error), "lora_name") from error
     await pool.adapters.refresh()
