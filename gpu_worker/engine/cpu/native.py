@@ -83,10 +83,11 @@ def build_library() -> Path:
 
 @functools.cache
 def openmp_runtime() -> list[str]:
-    """The OpenMP runtime that torch has loaded; none where it has none: then kernels have one thread."""
-    maps = Path("/proc/self/maps")
+    """The OpenMP runtime that torch has loaded, and not one of another package; none where it has none: then
+    kernels have one thread.
+    """
+    maps, own = Path("/proc/self/maps"), Path(torch.__file__).parent
     loaded = {line.split()[-1] for line in maps.read_text().splitlines()} if maps.exists() else set()
-    beside = {str(path) for path in (Path(torch.__file__).parent / "lib").glob("lib*omp*.dylib")}
-    return sorted(
-        name for name in loaded | beside if Path(name).name.startswith(("libgomp", "libomp", "libiomp5"))
-    )[:1]
+    found = [Path(name) for name in loaded] + [*(own / "lib").glob("lib*omp*.dylib")]
+    runtimes = [str(one) for one in found if one.name.startswith(("libgomp", "libomp", "libiomp5"))]
+    return sorted(runtimes, key=lambda name: (not name.startswith(str(own)), name))[:1]

@@ -1,5 +1,6 @@
 """The native library: builds, phases of work, which layers are fused, and an engine without a compiler."""
 
+import ctypes
 import logging
 import platform
 import shutil
@@ -166,6 +167,13 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_unit_runs_once_a_phase_while_a_thread_is_away(program: Path, threads: int, units: int) -> None:
     command = [str(program), str(threads), str(units), "300"]
     assert subprocess.check_output(command, timeout=TIMEOUT_S) == b"0"
+
+
+def test_the_openmp_runtime_is_torch_s_where_a_package_brings_another(tmp_path: Path) -> None:
+    """As scikit-learn does: with both, each would have threads of its own."""
+    [own] = native.openmp_runtime()
+    ctypes.CDLL(str(shutil.copy(own, tmp_path / "libgomp-0.so")))
+    assert native.openmp_runtime.__wrapped__() == [own]
 
 
 def num_fused(monkeypatch: pytest.MonkeyPatch, folder: Path, family: str, **sizes: float) -> int:
