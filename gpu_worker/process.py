@@ -80,9 +80,8 @@ async def follow(
     return 0
 
 
-def preload(everything: bool) -> Preloaded:
-    """What a template loads for its copies. Raises SettingError."""
-    return engine_process.preload(everything)
+preload = engine_process.preload
+"""What a template loads for its copies."""
 
 
 def fork_engines(preloaded: Preloaded, count: int) -> list[tuple[int, socket.socket]]:
@@ -118,7 +117,7 @@ def own_ranks(settings: Settings) -> list[RankInfo]:
 
 
 async def run(settings: Settings, own: ProcessIdentity, preloaded: Sequence[RankProcess] = ()) -> int:
-    """Run this worker's processes of this machine, some of which may be preloaded → the exit status."""
+    """Run this worker's processes of this machine, some of which may be forked → the exit status."""
     ranks = own_ranks(settings)
     environ = {"WORKER_NAME": own.name, "WORKER_INCARNATION": own.incarnation}
     if RankInfo.read(os.environ).world_size == 1 and (gpus := claim(settings, len(ranks))):

@@ -7,7 +7,7 @@ them with the model's tokenizer.
 A frame is a msgpack array: its name, then its fields in order. The agent sends the batcher's `Plan`s, with
 the bytes of pictures; the engine sends `LoadProgress` while it loads, its `WorkerCapacity` once, then one
 `StepResult` for each step (and for each boundary at which rows were stopped without a step), or
-`EngineFailure`. A preloaded engine waits for `Begin` after its first `LoadProgress`. `Sleep`, `Asleep`,
+`EngineFailure`. A forked engine waits for `Begin` first. `Sleep`, `Asleep`,
 `WakeUp` and `WorkerCapacity` follow each other where a worker has several models. Each `LoadAdapter` and
 `UnloadAdapter` has one answer, in their order. Ids and blocks are packed little-endian int32,
 log-probabilities packed float32.
@@ -94,7 +94,7 @@ class AdapterAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The variables with which a preloaded engine starts."""
+    """The variables with which a forked engine starts."""
 
     variables: Mapping[str, str]
 
@@ -327,7 +327,7 @@ class AgentLink:
                 yield frame
 
     def receive(self, kind: type[Received]) -> Received:
-        """Wait for a frame of this kind, such as the variables of a preloaded engine. Raises PeerClosed."""
+        """Wait for a frame of this kind, such as the variables of a forked engine. Raises PeerClosed."""
         while True:
             self.read(None)
             for frame in self.frames:

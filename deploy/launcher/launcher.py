@@ -150,7 +150,7 @@ def new_fleet(
     pools = [settings.of_pool(pool).environ() | users["batcher"] for pool in settings.pools]
     environs["batcher"] = pools * counts.get("batcher", 0)
     templates = {
-        kind: Template(kind, modules, environs[kind][0], lambda: has_memory(settings, engine_bytes(fleet)))
+        kind: Template(kind, modules, environs[kind][0])
         for kind, modules in TEMPLATES.items()
         if settings.preload and environs[kind] and sys.platform == "linux"
     }
@@ -208,10 +208,10 @@ def can_load(settings: Settings, kind: str) -> bool:
     return kind != "worker" or (is_whole and not prepare.caches_on_gpu(settings))
 
 
-def has_memory(settings: Settings, engine_bytes: int) -> bool:
-    """Whether memory suffices for one more engine of this size, and as much stays free."""
-    caches_bytes = settings.num_workers * settings.cpu_cache_bytes  # they take pages only as they are used
-    return 2 * engine_bytes <= machine.available_bytes() - caches_bytes
+def has_memory(fleet: LocalFleet, kind: str) -> bool:
+    """Whether memory suffices for what a template loads: for workers an engine, if as much stays free."""
+    caches_bytes = fleet.settings.num_workers * fleet.settings.cpu_cache_bytes  # they fill as they are used
+    return kind != "worker" or 2 * engine_bytes(fleet) + caches_bytes <= machine.available_bytes()
 
 
 def engine_bytes(fleet: LocalFleet) -> int:
@@ -473,7 +473,8 @@ async def launch(fleet: LocalFleet, tasks: asyncio.TaskGroup) -> None:
             show = log.info if fleet.settings.json_output else partial(print, flush=True)
             show(last_lines(fleet.settings))
         for template in fleet.templates:
-            questions = partial(are_ready, fleet, template.kind), partial(has_requests, fleet)
+            has_room = partial(has_memory, fleet, template.kind)
+            questions = partial(are_ready, fleet, template.kind), partial(has_requests, fleet), has_room
             if can_load(fleet.settings, template.kind):
                 tasks.create_task(template.keep_loaded(*questions))
 

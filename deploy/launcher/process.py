@@ -132,14 +132,12 @@ class Template:
         kind: that decides when there is time to load everything: `worker` or `gateway`.
         modules: kind of process → the module that it runs.
         environ: variables in addition to ours, with which it imports and loads.
-        has_memory: whether there is memory to load everything.
         is_loading: whether it loads, and cannot copy itself.
     """
 
     kind: str
     modules: Mapping[str, str]
     environ: Mapping[str, str]
-    has_memory: Callable[[], bool]
     process: Process | None = None
     channel: socket.socket = field(default_factory=socket.socket)
     is_loading: bool = False
@@ -160,14 +158,16 @@ class Template:
             score_memory(int(answer), memory_score())
             return ForkedProcess(int(answer))
 
-    async def keep_loaded(self, are_ready: Question, is_busy: Question) -> None:
-        """Load everything whenever there is a template without it, and time: all processes of its kind are
-        ready, and no requests run, or have run for BUSY_S. Never returns.
+    async def keep_loaded(
+        self, are_ready: Question, is_busy: Question, has_memory: Callable[[], bool]
+    ) -> None:
+        """Load everything whenever there is a template without it, memory, and time: all processes of its
+        kind are ready, and no requests run, or have run for BUSY_S. Never returns.
         """
         retry_s = FIRST_RETRY_S
         while True:
             await wait_for_time(are_ready, is_busy)
-            if not self.has_memory():
+            if not has_memory():
                 log.info("no %s is preloaded: memory is short", self.kind)
             elif (process := await self.load()) is not None:
                 log.info("a preloaded %s waits: process %d", self.kind, process.pid)
@@ -234,9 +234,7 @@ class Template:
 
 
 async def wait_for_time(are_ready: Question, is_busy: Question) -> None:
-    """Wait until all are ready, and then for idleness, up to BUSY_S: a fleet that is never idle gets a
-    preloaded process, too.
-    """
+    """Wait until all are ready, and then for idleness, up to BUSY_S: some fleets are never idle."""
     busy_s = 0.0
     while not (ready := await are_ready()) or (busy_s < BUSY_S and await is_busy()):
         busy_s = busy_s + POLL_S if ready else 0.0

@@ -269,7 +269,7 @@ class EngineClient:
     async def start(
         cls, environ: dict[str, str], infos: Sequence[RankInfo], preloaded: Sequence[RankProcess] = ()
     ) -> "EngineClient":
-        """Start a process for each rank, or use those that are there."""
+        """Start a process for each rank, or use those that were forked."""
         if not preloaded:
             return cls([await RankProcess.start(environ | info.environ()) for info in infos])
         for rank, info in zip(preloaded, infos, strict=True):

@@ -15,10 +15,10 @@ from tests.support.source_tree import ROOT, parse
 MOST = {  # statements, lines
     "api": (12_935, 25_086),
     "batcher": (2_786, 4_798),
-    "gpu_worker": (11_057, 21_179),
+    "gpu_worker": (11_056, 21_178),
     "common": (3_761, 7_491),
-    "deploy": (2_506, 4_340),
-    "tests": (31_647, 55_292),
+    "deploy": (2_506, 4_339),
+    "tests": (31_647, 55_293),
     "benchmarks": (2_189, 3_705),
 }
 MOST_WORDS_OF_DOCS = 21_817

@@ -34,7 +34,7 @@ from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.protocol import UnservableModel
 
 
-class Names(NamedTuple):
+class ModuleNames(NamedTuple):
     """Names of modules: the decoder's layers; in one of them attention to its own and to encoded tokens; in
     that what makes K and V, and the number of heads.
     """
@@ -47,8 +47,8 @@ class Names(NamedTuple):
     heads: str
 
 
-BART = Names("layers", "self_attn", "encoder_attn", "k_proj", "v_proj", "num_heads")
-T5 = Names("block", "layer.0.SelfAttention", "layer.1.EncDecAttention", "k", "v", "n_heads")
+BART = ModuleNames("layers", "self_attn", "encoder_attn", "k_proj", "v_proj", "num_heads")
+T5 = ModuleNames("block", "layer.0.SelfAttention", "layer.1.EncDecAttention", "k", "v", "n_heads")
 FAMILIES = {"bart": BART, "mbart": BART, "mt5": T5, "pegasus": BART, "t5": T5}
 """By the model types that are served."""
 Int64 = npt.NDArray[np.int64]

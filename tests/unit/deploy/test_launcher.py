@@ -27,7 +27,7 @@ from common.broker.pool_client import PoolClient
 from common.process import machine
 from common.process.launch import WEIGHTS_VARIABLE
 from common.settings.settings import SettingError, Settings
-from deploy.launcher import prepare
+from deploy.launcher import launcher, prepare
 from deploy.launcher import process as processes
 from deploy.launcher.embedded_broker import PREFIX, Broker, embedded
 from deploy.launcher.launcher import (
@@ -185,17 +185,16 @@ def test_ports_that_overlap_or_do_not_exist_are_refused(ports: dict[str, Any], w
 
 # --- what templates load ------------------------------------------------------------------------------------
 
-CACHE_BYTES = 3 * 2**20
-
 
 @pytest.mark.parametrize(("spare_bytes", "has"), [(2000, True), (1999, False)])
-def test_a_model_is_preloaded_if_as_much_memory_stays_free(
+def test_memory_must_stay_free_for_a_model(
     spare_bytes: int, has: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the caches of all workers may still take is not free."""
-    monkeypatch.setattr(machine, "available_bytes", lambda: 2 * CACHE_BYTES + spare_bytes)
-    settings = Settings(device="cpu", num_workers=2, kv_cache_bytes=CACHE_BYTES)
-    assert has_memory(settings, 1000) is has
+    """As much as the template takes. What the caches of all workers may still take is not free."""
+    monkeypatch.setattr(machine, "available_bytes", lambda: 2 * 2**20 + spare_bytes)
+    monkeypatch.setattr(launcher, "engine_bytes", lambda _: 1000)
+    fleet = new_fleet(Settings(device="cpu", num_workers=2, kv_cache_bytes=2**20), None)
+    assert has_memory(fleet, "worker") is has and has_memory(fleet, "gateway")
 
 
 @pytest.mark.parametrize(
@@ -370,7 +369,7 @@ class Workshop:
         script.write_text(FAKE)
         environ = {"LOADS": str(self.loads), "TOLD": str(self.told), "PYTHONPATH": str(directory)}
         environ["PYTHONPATH"] += os.pathsep + python_path()
-        self.template = Template("worker", {"worker": "fake_worker"}, environ, lambda: True)
+        self.template = Template("worker", {"worker": "fake_worker"}, environ)
         self.worker = SupervisedProcess("worker", "w0", [sys.executable, str(script)], environ, self.template)
         self.are_ready = asyncio.Event()
         self.are_ready.set()
@@ -410,7 +409,9 @@ async def workshop(directory: Path) -> AsyncIterator[Workshop]:
     """Leaving checks that no process is left."""
     others = set(psutil.Process().children(recursive=True))
     shop = Workshop(directory)
-    keeping = asyncio.create_task(shop.template.keep_loaded(shop.workers_are_ready, shop.has_requests))
+    keeping = asyncio.create_task(
+        shop.template.keep_loaded(shop.workers_are_ready, shop.has_requests, lambda: True)
+    )
     try:
         yield shop
     finally:
