@@ -18,7 +18,7 @@ MOST = {  # statements, lines
     "gpu_worker": (11_056, 21_178),
     "common": (3_761, 7_491),
     "deploy": (2_506, 4_339),
-    "tests": (31_650, 55_300),
+    "tests": (31_570, 55_107),
     "benchmarks": (2_189, 3_705),
 }
 MOST_WORDS_OF_DOCS = 21_817

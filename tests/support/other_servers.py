@@ -30,7 +30,6 @@ class Server:
         pause_s: between two tokens.
         endless: the stream says the words again and again.
         refusal: status and body of every POST, instead of a stream.
-        fleet: the answer of GET /fleet; None: there is no such route.
     """
 
     port: int = field(default_factory=free_port)
@@ -41,20 +40,19 @@ class Server:
     endless: bool = False
     refusal: tuple[int, Any] | None = None
     late_error: Any = None
-    fleet: dict[str, Any] | None = None
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     def app(self) -> Starlette:
-        paths = ["/v1/models", "/v1/completions", "/v1/chat/completions", *(["/fleet"] if self.fleet else [])]
+        paths = ["/v1/models", "/v1/completions", "/v1/chat/completions"]
         return Starlette(routes=[Route(path, self.answer, methods=["GET", "POST"]) for path in paths])
 
     async def answer(self, request: Request) -> Response:
         path = request.url.path
         if request.method == "GET":
-            return JSONResponse(self.fleet if path == "/fleet" else {"data": [{"id": "tiny"}]})
+            return JSONResponse({"data": [{"id": "tiny"}]})
         body = await request.json()
         self.bodies.append(body)
         self.keys.append(request.headers.get("authorization"))
@@ -100,40 +98,32 @@ FLEET: dict[str, Any] = {
     "processes": [
         {"kind": "worker", "id": "w0-aaaa", "host": "here", "pid": 41, "state": "ready", "age_s": 0.2}
         | {"rows": 2, "max_rows": 256, "blocks": 12, "num_blocks": 4096, "tokens": 1000, "step": 77},
-        {
-            "kind": "gateway",
-            "id": "g0-bbbb",
-            "host": "here",
-            "pid": 42,
-            "state": "ready",
-            "age_s": 0.1,
-            "streams": 3,
-        },
-        {
-            "kind": "batcher",
-            "id": "b0-cccc",
-            "host": "here",
-            "pid": 43,
-            "state": "active",
-            "age_s": 3.5,
-            "waiting": 1,
-        },
+        {"kind": "gateway", "id": "g0-bbbb", "host": "here", "pid": 42, "state": "ready", "age_s": 0.1}
+        | {"streams": 3},
+        {"kind": "batcher", "id": "b0-cccc", "host": "here", "pid": 43, "state": "active", "age_s": 3.5}
+        | {"active": True, "waiting": 1},
     ],
     "time_s": 1000.0,
 }
 
 
 @contextlib.contextmanager
-def running(**about: Any) -> Iterator[Server]:
-    """Run a server. The end of the context ends it and its streams."""
-    server = Server(**about)
+def in_thread(app: Starlette, port: int) -> Iterator[None]:
+    """Serve an application. The end of the context ends it and its streams."""
     quiet: dict[str, Any] = {"log_level": "critical", "timeout_graceful_shutdown": 0}
-    http = uvicorn.Server(uvicorn.Config(server.app(), "127.0.0.1", server.port, **quiet))
+    http = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", port, **quiet))
     thread = threading.Thread(target=http.run, daemon=True)
     thread.start()
     try:
         wait_until_sync(lambda: http.started)
-        yield server
+        yield
     finally:
         http.should_exit = http.force_exit = True
         thread.join(10)
+
+
+@contextlib.contextmanager
+def running(**about: Any) -> Iterator[Server]:
+    server = Server(**about)
+    with in_thread(server.app(), server.port):
+        yield server

@@ -5,20 +5,23 @@ It needs no broker and no model, so a test of what the page shows takes a second
 tests/fleet/test_page.py.
 """
 
+import asyncio
 import contextlib
 import json
 import shutil
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Self
 
+from fastapi import FastAPI
 from playwright.sync_api import Browser, Page, expect, sync_playwright
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from api.admin.routes_health import PAGE_FILES, PAGE_HEADERS
+from api.admin.routes_health import page_router
+from tests.support.machine.ports import free_port
+from tests.support.other_servers import FLEET, in_thread
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
@@ -60,45 +63,26 @@ def opened(browser: Browser, url: str, is_quiet: bool = False, **context_options
 
 # --- scripted gateway ---------------------------------------------------------------------------------------
 
-KINDS = {
-    "js": "text/javascript",
-    "css": "text/css",
-    "svg": "image/svg+xml",
-    "html": "text/html; charset=utf-8",
-}
 Reply = tuple[int, Any]
 Route = Callable[[str, Any], Reply]
 
 
 def worker(name: str, **figures: Any) -> dict[str, Any]:
-    return {
-        "kind": "worker",
+    known = {
         "id": f"{name}-{abs(hash(name)) % 16**8:08x}",
-        "host": "vm",
-        "pid": 100,
-        "state": "ready",
-        "age_s": 0.1,
-        "rows": 0,
-        "max_rows": 256,
-        "blocks": 0,
         "num_blocks": 91,
-        "tokens": 0,
-        "known": 0,
-        "cached": 0,
         "device": "cpu",
         "dtype": "float32",
-    } | figures
+    }
+    nothing = dict.fromkeys(("rows", "blocks", "tokens", "known", "cached"), 0)
+    return dict(FLEET["processes"][0] | known | nothing | figures)
 
 
 def others() -> list[dict[str, Any]]:
     """A gateway, a batcher and the broker."""
-    common = {"host": "vm", "pid": 7, "state": "ready", "age_s": 0.1}
-    return [
-        common | {"kind": "gateway", "id": "g0-1", "streams": 0},
-        common
-        | {"kind": "batcher", "id": "b0-1", "state": "active", "active": True, "waiting": 0, "rows": 0},
-        common | {"kind": "broker", "id": "broker", "clients": 9, "memory_bytes": 2**21, "commands_per_s": 0},
-    ]
+    broker = {"kind": "broker", "id": "broker", "state": "ready", "age_s": 0.1, "pid": 7}
+    broker |= {"clients": 9, "memory_bytes": 2**21, "commands_per_s": 0}
+    return [*FLEET["processes"][1:], broker]
 
 
 class ScriptedGateway:
@@ -109,7 +93,7 @@ class ScriptedGateway:
 
     Attributes:
         routes: (method, path) → (path, body) → (status, JSON): further routes, which a test adds.
-        asked: (method, path, body) of every request but those of files and of `/fleet`.
+        asked: (method, path, body) of every request but those of the page and of its `/fleet`.
         most: a stream that has so many tokens waits until this is more.
         cut_after: the connection of several answers is cut once, after this frame of one of them.
     """
@@ -132,95 +116,49 @@ class ScriptedGateway:
         self.routes: dict[tuple[str, str], Route] = {}
         self.asked: list[tuple[str, str, Any]] = []
         self.cut_after, self.most = 0, 10**6
-        self.is_over = threading.Event()
-        gateway = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                gateway.answer(self)
-
-            def do_POST(self) -> None:
-                gateway.answer(self)
-
-            def do_DELETE(self) -> None:
-                gateway.answer(self)
-
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        app = FastAPI()
+        app.add_route("/page/access", self.access)
+        app.include_router(page_router)
+        app.add_route("/{path:path}", self.answer, ["GET", "POST", "DELETE"])
+        self.serving = in_thread(app, port)
 
     def __enter__(self) -> Self:
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.serving.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.is_over.set()
-        self.server.shutdown()
-        self.server.server_close()
+    def __exit__(self, *error: Any) -> None:
+        self.serving.__exit__(*error)
 
     # --- routes ---------------------------------------------------------------------------------------------
 
-    def answer(self, handler: BaseHTTPRequestHandler) -> None:
-        path = handler.path.partition("?")[0]
-        length = int(handler.headers.get("content-length") or 0)
-        body = json.loads(handler.rfile.read(length) or b"null")
-        if path == "/page/access":
-            access = self.routes.get(("GET", path))
-            shown = access(path, body) if access else (200, {"status": 200, "has_keys": True})
-            self.send_json(handler, *shown)
-        elif path == "/" or path.startswith("/page/"):
-            self.send_file(handler, "page.html" if path == "/" else path.removeprefix("/page/"))
-        elif path == "/fleet" and ("GET", path) not in self.routes:
-            self.send_json(handler, 200, self.fleet())
-        else:
-            self.asked.append((handler.command, path, body))
-            self.answer_call(handler, path, body)
+    async def access(self, request: Request) -> Response:
+        status, content = 200, {"status": 200, "has_keys": True}
+        if route := self.routes.get(("GET", "/page/access")):
+            status, content = route("/page/access", None)
+        return JSONResponse(content, status)
 
-    def answer_call(self, handler: BaseHTTPRequestHandler, path: str, body: Any) -> None:
-        if route := self.routes.get((handler.command, path)):
-            self.send_json(handler, *route(path, body))
-        elif path == "/v1/chat/completions":
-            self.send_stream(handler, {self.admit(): 0})
-        elif path == "/requests/streams":
+    async def answer(self, request: Request) -> Response:
+        path = request.scope["raw_path"].decode()
+        body = json.loads(await request.body() or b"null")
+        route = self.routes.get((request.method, path))
+        if path == "/fleet" and not route:
+            return JSONResponse(self.fleet())
+        self.asked.append((request.method, path, body))
+        if route:
+            status, content = route(path, body)
+            return JSONResponse(content, status)
+        if path == "/v1/chat/completions":
+            return self.stream({self.admit(): 0})
+        if path == "/requests/streams":
             places = [place.partition("/") for place in body["streams"]]
-            self.send_stream(handler, {name: int(seen or 0) for name, _, seen in places}, merged=True)
-        elif path.startswith("/fleet/requests/"):
-            self.send_json(handler, 200, self.timeline(path.rpartition("/")[2]))
-        elif path.endswith("/kill"):
-            self.send_json(handler, 202, self.kill(path.split("/")[3]))
-        else:
-            self.send_json(handler, 404, {"error": "Not Found"})
-
-    def send_file(self, handler: BaseHTTPRequestHandler, name: str) -> None:
-        content = PAGE_FILES[name].read_bytes()
-        self.send_head(handler, 200, KINDS[name.rpartition(".")[2]], PAGE_HEADERS, len(content))
-        handler.wfile.write(content)
-
-    def send_json(self, handler: BaseHTTPRequestHandler, status: int, content: Any) -> None:
-        data = json.dumps(content).encode()
-        self.send_head(handler, status, "application/json", {}, len(data))
-        handler.wfile.write(data)
-
-    def send_head(
-        self,
-        handler: BaseHTTPRequestHandler,
-        status: int,
-        kind: str,
-        headers: dict[str, str],
-        length: int | None,
-    ) -> None:
-        handler.send_response(status)
-        sized = {"connection": "close"} if length is None else {"content-length": str(length)}
-        for name, value in ({"content-type": kind} | headers | sized).items():
-            handler.send_header(name, value)
-        handler.end_headers()
+            return self.stream({name: int(seen or 0) for name, _, seen in places}, merged=True)
+        if path.startswith("/fleet/requests/"):
+            return JSONResponse(self.timeline(path.rpartition("/")[2]))
+        if path.endswith("/kill"):
+            return JSONResponse(self.kill(path.split("/")[3]), 202)
+        return JSONResponse({"error": "Not Found"}, 404)
 
     # --- the fleet ------------------------------------------------------------------------------------------
 
@@ -235,10 +173,8 @@ class ScriptedGateway:
         for process in processes:
             if process["kind"] == "batcher":
                 process["rows"] = running
-        return {
-            "pool": "default",
+        return FLEET | {
             "model": "smollm2",
-            "version": "1",
             "time_s": time.time(),
             "demo": self.demo,
             "health": {"state": "good", "text": f"{len(live)} workers ready"},
@@ -277,32 +213,29 @@ class ScriptedGateway:
 
     # --- streams --------------------------------------------------------------------------------------------
 
-    def send_stream(
-        self, handler: BaseHTTPRequestHandler, places: dict[str, int], merged: bool = False
-    ) -> None:
+    def stream(self, places: dict[str, int], merged: bool = False) -> Response:
         """Send the frames of answers; each after the number of those that the page has."""
         first = next(iter(places))
         place = {"content-location": f"/requests/{first}/stream", "x-request-id": first}
-        self.send_head(handler, 200, "text/event-stream", place, None)
-        handler.close_connection = True
+        return StreamingResponse(self.sent(places, merged), headers=place, media_type="text/event-stream")
+
+    async def sent(self, places: dict[str, int], merged: bool) -> AsyncIterator[str]:
         frames, sent = {name: self.frames(name, seen) for name, seen in places.items()}, dict(places)
-        with contextlib.suppress(OSError):  # the page has hung up
-            while frames and not self.is_over.wait(self.gap_s):
-                for name in [*frames]:
-                    is_held = sent[name] > self.most
-                    if is_held or self.paused_until_s.get(name, 0.0) > time.monotonic():
-                        continue
-                    number, data = next(frames[name], (0, ""))
-                    if not number:
-                        del frames[name]
-                        continue
-                    sent[name] = number
-                    frame_id = f"{name}/{number}" if merged else str(number)
-                    handler.wfile.write(f"id: {frame_id}\ndata: {data}\n\n".encode())
-                    if merged and number == self.cut_after:
-                        self.cut_after = 0
-                        return
-                handler.wfile.flush()
+        while frames:
+            await asyncio.sleep(self.gap_s)
+            for name in [*frames]:
+                is_held = sent[name] > self.most
+                if is_held or self.paused_until_s.get(name, 0.0) > time.monotonic():
+                    continue
+                number, data = next(frames[name], (0, ""))
+                if not number:
+                    del frames[name]
+                    continue
+                sent[name] = number
+                yield f"id: {f'{name}/{number}' if merged else number}\ndata: {data}\n\n"
+                if merged and number == self.cut_after:
+                    self.cut_after = 0
+                    return
 
     def frames(self, name: str, seen: int) -> Iterator[tuple[int, str]]:
         deltas: list[dict[str, str]] = [{"role": "assistant", "content": ""}]

@@ -439,9 +439,6 @@ def test_another_process_counts_the_same_bytes(
         assert bytes_written(copy) - base == 3
 
 
-# --- feeds --------------------------------------------------------------------------------------------------
-
-
 # --- writing ------------------------------------------------------------------------------------------------
 
 HIGH = 400
@@ -594,6 +591,3 @@ async def test_parts_are_done_at_once_as_far_as_a_slice_goes_and_all_in_order(
     ]
     assert done == expected
     running.cancel()
-
-
-# --- threads ------------------------------------------------------------------------------------------------

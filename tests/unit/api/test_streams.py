@@ -310,14 +310,6 @@ async def test_another_gateways_channel_is_followed(redis: Redis, relay: Relay) 
     assert (await redis.pubsub_numsub(mine))[0][1] == 1
 
 
-# --- fill ---------------------------------------------------------------------------------------------------
-
-
-async def calls(redis: Redis, command: str) -> int:
-    stats = await redis.info("commandstats")
-    return int(stats.get(f"cmdstat_{command}", {"calls": 0})["calls"])
-
-
 # --- offers -------------------------------------------------------------------------------------------------
 
 

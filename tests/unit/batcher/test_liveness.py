@@ -31,8 +31,7 @@ from batcher.worker_registry import (
 from common.broker.heartbeat import Heartbeat
 from common.broker.lua import Reply, ScriptCall
 from common.broker.pool_client import PoolClient
-from common.messages.codec import decode
-from common.messages.plan import Plan, Report
+from common.messages.plan import Report
 from tests.support.broker_state import KEYS, make_request, send_heartbeat, start_worker
 from tests.support.fleet.simulated_pool import make_replica
 from tests.support.machine.clock import Clock
@@ -209,11 +208,6 @@ def workers(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> WorkerRegistry:
 def answer_takeover(workers: WorkerRegistry, incarnation: str) -> None:
     assert workers.answers_takeover(incarnation, ANSWER)
     assert workers.activate(incarnation, ANSWER, []) == []
-
-
-async def plans(redis: Redis, incarnation: str) -> list[Plan]:
-    entries = await redis.xrange(KEYS.plans(incarnation))
-    return [decode(Plan, fields[b"plan"]) for _, fields in entries]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
-"""Recovery: what is committed is read, saved and resumed; every death counts once. Terminals of the batcher
-are published once.
+"""Recovery: what is committed is read, saved and resumed; every death counts once.
 
 AdapterKeeper: adapters that were unloaded go once no live request has them.
 """
@@ -23,10 +22,8 @@ from common.adapter_registry import change_registry, read_registry
 from common.adapters import LEAVING, LOADING, READY, PoolAdapter
 from common.broker.lua import Reply, ScriptCall
 from common.broker.pool_client import PoolClient
-from common.messages.codec import decode
-from common.messages.events import ChannelSequences, Events
+from common.messages.events import ChannelSequences
 from common.messages.records import RECORD, unpack_records
-from tests.support.broker.listening import listening
 from tests.support.broker_state import KEYS, admit, make_request, make_tokens, place, start_worker, write_log
 from tests.support.fleet.simulated_pool import request
 
@@ -124,19 +121,6 @@ async def test_what_a_log_says_of_requests_that_the_worker_gave_up_is_saved(
     assert unpack_records(await redis.get(KEYS.tokens("elsewhere")))[0] == [7]
     assert await redis.hget(KEYS.request("elsewhere"), "worker") == b"w2"  # type: ignore[misc]
     assert await redis.exists(KEYS.tokens("ended")) == 0
-
-
-# --- terminals ----------------------------------------------------------------------------------------------
-
-CHANNEL = KEYS.events("g")
-
-
-async def published(redis: Redis, *actions: object) -> list[Events]:
-    """Events published on CHANNEL while the coroutines `actions` run."""
-    async with listening(redis, CHANNEL) as messages:
-        for action in actions:
-            await action  # type: ignore[misc]
-        return [decode(Events, message) for message in await messages()]
 
 
 # --- adapters -----------------------------------------------------------------------------------------------

@@ -1,22 +1,31 @@
 """Commands that ask a gateway or a directory: what they ask for, and what they print."""
 
 import asyncio
+import copy
+import io
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from rich.console import Console
 from rich.table import Table
 
 from common.broker.client import connect
 from common.broker.directory import DirectoryClient, PoolEntry
+from common.messages.events import TimelineEvent
 from common.settings.settings import SettingError
-from deploy.cli import admin
+from deploy.cli import admin, status
 from deploy.cli.admin import check_return, choose_worker
 from deploy.cli.client import ServerError, print_lines
 from deploy.launcher.embedded_broker import Broker
+from tests.support.fleet.batchers import batching
+from tests.support.fleet.gateways import answering
+from tests.support.fleet.scripted_worker import Answer
+from tests.support.other_servers import FLEET
 
 # --- adapters -----------------------------------------------------------------------------------------------
 
@@ -88,6 +97,121 @@ def test_a_refusal_is_one_line(ask: Ask, capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().err == "tokenfleet: the server answers 404: There is no adapter 'x'\n"
     with pytest.raises(SettingError, match=r"^ADAPTER: 'a b=c' is not an adapter"):
         ask("load", "a b=c")
+
+
+# --- status -------------------------------------------------------------------------------------------------
+
+
+def later(seconds: float, tokens: int) -> dict[str, Any]:
+    """The fleet after some time; its worker has published `tokens` more."""
+    fleet = copy.deepcopy(FLEET)
+    fleet["time_s"] += seconds
+    fleet["processes"][0]["tokens"] += tokens
+    return fleet
+
+
+def test_rates_use_the_clock_of_the_fleet() -> None:
+    def rate(last: dict[str, Any]) -> float | None:
+        found = status.with_rates(FLEET, last)
+        assert found["processes"][0]["tokens_per_s"] == found["tokens_per_s"]
+        return found["tokens_per_s"]  # type: ignore[no-any-return]
+
+    assert rate(later(4, 100)) == 25.0
+    assert rate(later(2, -900)) == 0.0, "counted anew"
+    assert rate(FLEET) is None, "the same moment"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_shows_every_process(width: int) -> None:
+    fleet = later(2, 86)
+    broker = {"kind": "broker", "id": "broker", "state": "ready", "age_s": 0.0, "commands_per_s": 12_345}
+    fleet["processes"].append(broker | {"pid": 123_456})
+    out = io.StringIO()
+    Console(file=out, width=width, color_system=None).print(status.view(FLEET, fleet, width))
+    text = out.getvalue()
+    head, requests, health, _, _, *lines = text.splitlines()
+    assert (head.rstrip(), health.rstrip()) == ("tiny  pool default", "1 worker ready")
+    assert "3 live, 1 waiting of 1 024   43.0 tokens/s" in requests and "…" not in text
+    assert [line.split()[0] for line in lines] == ["broker", "gateway", "batcher", "worker"]
+    assert "12 345 ops/s" in lines[0] and "3 streams" in lines[1]
+    assert "1 waiting" in lines[2] and "3.5 s" in lines[2]
+    wide = ["w0-aaaa", "here", "41"] if width == 120 else []
+    assert all(word in lines[3] for word in ("w0", "ready", "2/256", "12/4 096", "43.0", "0.2 s", *wide))
+
+
+def test_outside_a_terminal_one_table_is_printed(
+    ask: Ask, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "REFRESH_S", 0.0)
+
+    def shown(*words: str, **fleet: Any) -> tuple[int, str]:
+        return ask(*words, command="status", reply=FLEET | fleet)[0], capsys.readouterr().out
+
+    code, table = shown()
+    assert code == 0 and "w0" in table
+    code, text = shown("--json")
+    assert code == 0 and json.loads(text)["processes"][0]["tokens_per_s"] is None
+    for state, said, code in (("warn", "1 of 2 workers ready", 0), ("bad", "no batcher is active", 1)):
+        found, table = shown("--once", health={"state": state, "text": said})
+        assert found == code and said in table
+
+
+async def test_the_table_of_a_real_gateway_has_every_process(
+    broker: Broker, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "REFRESH_S", 0.0)
+    async with batching(broker.url), answering(broker.url, Answer([])) as (worker, _, client):
+        assert await asyncio.to_thread(admin.main, ["status", "--url", str(client.base_url)]) == 0
+    head, requests, health, *lines = capsys.readouterr().out.splitlines()
+    assert (head, health) == ("smollm2  pool default", "1 worker ready") and "0 live" in requests
+    assert {line.split()[0] for line in lines[2:]} == {"broker", "gateway", "batcher", "worker"}
+    assert any(
+        line.split()[:2] == ["worker", worker.incarnation.split("-")[0]] and "0/64" in line for line in lines
+    )
+
+
+# --- explain ------------------------------------------------------------------------------------------------
+
+W0, W1 = "w0-9e47064c", "w1-bc844561"
+
+
+LIFE = [
+    TimelineEvent(10_000, "queued", num_tokens=5),
+    TimelineEvent(10_250, "placed", W0, 1),
+    TimelineEvent(10_300, "prefilled", W0, 1, 1),
+    TimelineEvent(11_000, "died", W0, 1, 37),
+    TimelineEvent(11_010, "placed", W1, 2, 37),
+    TimelineEvent(11_800, "prefilled", W1, 2, 38),
+    TimelineEvent(12_000, "ended", W1, 2, 50, "timeout"),
+]
+OWN_ID = "de57631b1f34491f82900fbb5c26f525"
+
+
+def test_every_choice_has_a_timeline(ask: Ask, capsys: pytest.CaptureFixture[str]) -> None:
+    told = [asdict(event) for event in LIFE]
+    reply = {"request_id": "a/b", "timelines": {"a/b.0": told, "a/b.1": told[:1]}}
+    assert ask("a/b", command="explain", reply=reply) == (0, [("/fleet/requests/a%2Fb", None)])
+    title, head, *lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert (title, head) == (
+        ["request", "a/b.0"],
+        "time after s what worker attempt tokens cached why".split(),
+    )
+    assert lines[len(LIFE)] == ["request", "a/b.1"]
+    assert [" ".join(line[2:]) for line in lines[: len(LIFE)]] == [
+        "0.000 queued 5",
+        f"0.250 placed {W0} 1 0",
+        f"0.300 prefilled {W0} 1 1",
+        f"1.000 died {W0} 1 37",
+        f"1.010 placed {W1} 2 37",
+        f"1.800 prefilled {W1} 2 38",
+        f"2.000 ended {W1} 2 50 timeout: the request was not finished before its deadline",
+    ]
+
+
+@pytest.mark.parametrize("prefix", ["", "cmpl-", "chatcmpl-", "resp_"])
+def test_the_id_of_an_answer_names_its_request(prefix: str, ask: Ask) -> None:
+    for given, asked in ((prefix + OWN_ID, OWN_ID), (f"{prefix}mine", f"{prefix}mine")):
+        assert ask(given, command="explain", status=404)[1] == [(f"/fleet/requests/{asked}", None)]
 
 
 # --- models -------------------------------------------------------------------------------------------------
