@@ -65,7 +65,7 @@ from api.resume.rest import check_repeated, replay, resume_posts
 from api.resume.rest import router as resume
 from api.resume.rest import state_router as requests
 from api.webhooks import WebhookSender
-from common.broker.client import ERRORS, broker_url
+from common.broker.client import broker_url
 from common.messages.kept_answer import WHOLE_FLEET_VARIABLE
 from common.metrics.exposition import publishing_metrics
 from common.process.event_loop import collect_garbage
@@ -87,9 +87,9 @@ class Gateway:
     ) -> None:
         """Raises SettingError."""
         self.settings = settings
-        self.keys = KeyRing(settings)
+        self.keys = KeyRing(settings, self.end_requests)
         self.pool = Pool(settings, incarnation, tokenizer, self.keys, lose)
-        self.keys.clock = self.pool.client.clock
+        self.keys.client, self.keys.clock = self.pool.client, self.pool.client.clock
         self.pools = PoolRegistry(self.pool)
         self.access = AccessLog(settings.access_log_rate)
         self.job_consumer = JobConsumer(self.pools, self.access)
@@ -120,8 +120,7 @@ class Gateway:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["Gateway"]:
         """Serve while the context is open. Other pools are closed first, the gateway's own last."""
-        with contextlib.suppress(*ERRORS):
-            await self.keys.refresh(self.pool.client)
+        await self.keys.refresh()
         files, jobs = self.files, self.job_consumer
         serving: contextlib.AbstractAsyncContextManager[None] = contextlib.nullcontext()
         if files:
@@ -129,7 +128,7 @@ class Gateway:
         async with (
             background_task(self.connections.watch()),
             self.pool.running(),
-            background_task(self.keys.watch(self.pool.client, self.end_requests)),
+            background_task(self.keys.run()),
             background_task(jobs.run()),
             background_task(self.webhooks.run()),
             serving,

@@ -18,10 +18,9 @@ from fastapi import Request
 
 from api.errors import ApiError, quoted, unavailable
 from api.outbound import is_address
+from api.requests.monitors import Monitor
 from common.api_keys import STATIC_KEY_ID, ApiKey, digest_of, read_keys
-from common.broker.client import CONNECT_TIMEOUT_S, FailureLog
 from common.broker.pool_client import BrokerClock, PoolClient
-from common.process.event_loop import until_beat
 from common.settings.settings import Settings
 
 API_KEY = "api_key"
@@ -126,7 +125,7 @@ POLL_S = 1.0
 EXPECTED = "expected the header `Authorization: Bearer <key>` or `x-api-key: <key>`"
 
 
-class KeyRing:
+class KeyRing(Monitor):
     """The keys of one gateway, whatever its pools.
 
     Attributes:
@@ -136,12 +135,14 @@ class KeyRing:
             the broker loses them all.
         seen: the version of the keys that were read last; None before the first time.
         active: ids of keys that count, and so all that may have live requests.
-        clock: of the broker.
-        active_from_s, active_until_s: Unix times between which these keys count: before an expiry that has
-            passed, as the broker's clock may go back, and until the next one.
+        client: reads them, and knows the time of the broker.
+        on_lost: takes the ids of keys that count no more.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, on_lost: Callable[[Collection[str]], None]) -> None:
+        super().__init__(POLL_S, "the API keys")
+        self.client: PoolClient | None = None
+        self.on_lost = on_lost
         self.static = (
             ApiKey(STATIC_KEY_ID, digest_of(settings.api_key), admin=True) if settings.api_key else None
         )
@@ -149,8 +150,6 @@ class KeyRing:
         self.by_id: dict[str, ApiKey] = {}
         self.clock = BrokerClock()
         self.active: set[str] = set()
-        self.active_from_s = 0.0
-        self.active_until_s = float("inf")
         self.seen: bytes | None = None
         self.was_read = asyncio.Event()
         self.has_keys = False
@@ -201,45 +200,23 @@ class KeyRing:
         self.by_id = {key.key_id: key for key in keys}
         self.by_digest = {key.digest: key for key in self.by_id.values()}
         self.has_keys = self.has_keys or bool(self.by_id)
-        self.active_until_s = 0.0
 
     def take_time(self) -> set[str]:
         """Find which keys count now. Returns the ids of those that did and do no more."""
-        now_s = self.clock.now_s()
-        if self.active_from_s <= now_s < self.active_until_s:
-            return set()
-        before, ends = self.active, {key.expires_at for key in self.by_id.values() if key.expires_at}
+        now_s, before = self.clock.now_s(), self.active
         self.active = {key_id for key_id, key in self.by_id.items() if key.state(now_s) == "active"}
-        self.active_from_s = max((end for end in ends if end <= now_s), default=0.0)
-        self.active_until_s = min((end for end in ends if end > now_s), default=float("inf"))
         return before - self.active
 
-    async def refresh(self, client: PoolClient) -> set[str]:
-        """Read the keys if they have changed. Returns the ids of those that count no more. Raises one of
-        ERRORS.
-        """
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            if (version := await client.read_version(client.keys.api_keys)) != self.seen:
-                self.take((await read_keys(client)).values())
-                self.seen = version
+    async def read(self) -> None:
+        """Read the keys if they have changed."""
+        assert self.client is not None
+        if (version := await self.client.read_version(self.client.keys.api_keys)) != self.seen:
+            self.take((await read_keys(self.client)).values())
+            self.seen = version
         self.was_read.set()
-        return self.take_time()
-
-    async def watch(self, client: PoolClient, on_lost: Callable[[Collection[str]], None]) -> None:
-        """Keep up with the keys. Never returns.
-
-        Args:
-            on_lost: takes the ids of keys that count no more.
-        """
-        failures = FailureLog(log, "reading the API keys")
-        while True:
-            await asyncio.sleep(until_beat(POLL_S))
-            lost: set[str] = set()
-            with failures.caught():
-                lost = await self.refresh(client)
-            if lost:
-                log.info("API keys that count no more: %s", ", ".join(sorted(lost)))
-                on_lost(lost)
+        if lost := self.take_time():
+            log.info("API keys that count no more: %s", ", ".join(sorted(lost)))
+            self.on_lost(lost)
 
 
 def unauthorized(why: str) -> ApiError:

@@ -94,7 +94,7 @@ async def running_gateway(url: str, name: str = "g0-test", **settings: Any) -> A
 async def killed_gateway(url: str, name: str = "g0") -> AsyncIterator[None]:
     """A gateway. At the end of the context it ends as if it were killed."""
     gateway = Gateway(Settings(redis_url=url, **SETTINGS, worker_ttl_s=0.3), name, model_tokenizer())
-    await gateway.keys.refresh(gateway.pool.client)
+    await gateway.keys.refresh()
     loops = gateway.pool.relay.run(), gateway.pool.workers.run(), gateway.job_consumer.run()
     life = [asyncio.create_task(loop) for loop in loops]
     try:
