@@ -4,12 +4,11 @@ and models have used, as the scripts count it (common/broker/usage.lua).
 
 import contextlib
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime, timedelta
-from typing import Self
+from typing import NamedTuple
 
 from redis.asyncio import Redis
 
@@ -117,39 +116,26 @@ MONTHS_KEPT = 13
 SPANS_IN_ONE_READ = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """Who has used something. Those that were too many for one hour or month are together the tenant `*`."""
-
-    key_id: str = ""
-    tenant: str = ""
-    model: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Used:
-    """What was used. Of `prompt` tokens some were `cached`, of `generated` ones some `speculated`."""
-
-    requests: int = 0
-    prompt: int = 0
-    cached: int = 0
-    generated: int = 0
-    speculated: int = 0
-
-    def __add__(self, other: Self) -> "Used":
-        return Used(*(getattr(self, name) + getattr(other, name) for name in NUMBERS))
+NUMBERS = {
+    "requests": "requests",
+    "prompt": "prompt_tokens",
+    "cached": "cached_tokens",
+    "generated": "completion_tokens",
+    "speculated": "speculated_tokens",
+}
+"""Numbers in the hashes → their names in reports. Some tokens of prompts were cached, some others guessed."""
 
 
-NUMBERS = [field.name for field in fields(Used)]
-
-
-@dataclass(frozen=True, slots=True)
-class UsageRow:
-    """What an owner has used in an hour or month that begins at this time."""
+class UsageRow(NamedTuple):
+    """What was used in an hour or month that begins at this time. Owners that were too many for it are
+    together the tenant `*`.
+    """
 
     begin: datetime
-    owner: Owner
-    used: Used
+    key_id: str
+    tenant: str
+    model: str
+    used: Counter[str]
 
 
 async def read_hours(redis: Redis, begin: datetime, end: datetime) -> list[UsageRow]:
@@ -180,14 +166,13 @@ async def read_spans(redis: Redis, spans: list[tuple[datetime, str]]) -> list[Us
                 pipe.hgetall(key)
             replies = await pipe.execute()
         for (begin, _), reply in zip(part, replies, strict=True):
-            found: dict[Owner, Used] = defaultdict(Used)  # of the fields of an hour's or a month's hash
-            for field, number in reply.items():
-                with contextlib.suppress(ValueError):  # another field
+            found: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
+            for field, number in reply.items():  # of an hour's or a month's hash
+                with contextlib.suppress(ValueError, KeyError):  # another field
                     key_id, tenant, model, name = field.decode().split("\n")
-                    if name in NUMBERS:
-                        owner = Owner(key_id, tenant, model)
-                        found[owner] = replace(found[owner], **{name: int(number)})
-            rows += [UsageRow(begin, owner, used) for owner, used in found.items()]
+                    shown = NUMBERS[name]
+                    found[key_id, tenant, model][shown] = int(number)
+            rows += [UsageRow(begin, *owner, used) for owner, used in found.items()]
     return rows
 
 

@@ -1,6 +1,7 @@
 """Usage: each committed token is counted once, and the prompt with the first; budgets of API keys; months."""
 
 import time
+from collections import Counter
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -10,8 +11,7 @@ from redis.asyncio import Redis
 
 from api.requests import request_scripts
 from api.requests.metrics import (
-    Owner,
-    Used,
+    UsageRow,
     month_begin,
     month_name,
     read_hours,
@@ -58,16 +58,23 @@ def records(number: int, first: int = 0) -> bytes:
     return b"".join(RECORD.pack(first + i, -1.0) for i in range(number))
 
 
-async def used(redis: Redis) -> dict[Owner, Used]:
+async def used(redis: Redis) -> list[UsageRow]:
     """What was used in this hour, which is what was used in this month."""
     now = datetime.now(UTC)
-    hours = {row.owner: row.used for row in await read_hours(redis, now, now)}
-    assert hours == {row.owner: row.used for row in await read_months(redis, now, now)}
+    hours = await read_hours(redis, now, now)
+    assert {row[1:-1]: row.used for row in hours} == {
+        row[1:-1]: row.used for row in await read_months(redis, now, now)
+    }
     return hours
 
 
-async def total(redis: Redis) -> Used:
-    return sum((await used(redis)).values(), Used())
+async def total(redis: Redis) -> Counter[str]:
+    return sum((row.used for row in await used(redis)), Counter[str]())
+
+
+def numbers(prompt: int, cached: int, generated: int) -> Counter[str]:
+    """What one request has used."""
+    return Counter(requests=1, prompt_tokens=prompt, cached_tokens=cached, completion_tokens=generated)
 
 
 async def end(redis: Redis, sequence: int, number: int, name: str = "r1", why: str = "length") -> None:
@@ -79,10 +86,10 @@ async def test_spilled_tokens_are_counted_and_again_by_nobody(redis: Redis) -> N
     await start(redis, request())
     for _ in range(2):
         await flush(redis, 1, spills=[("r1", 0, records(3))])
-        assert (await total(redis)).generated == 3
+        assert (await total(redis))["completion_tokens"] == 3
     await flush(redis, 2, spills=[("r1", 24, records(2, 3))])
     await end(redis, 3, 9)
-    assert await total(redis) == Used(1, 20, 16, 9)
+    assert await total(redis) == numbers(20, 16, 9)
 
 
 async def test_what_a_dead_worker_has_left_is_counted_when_it_is_saved(redis: Redis) -> None:
@@ -90,13 +97,13 @@ async def test_what_a_dead_worker_has_left_is_counted_when_it_is_saved(redis: Re
     await flush(redis, 1, spills=[("r1", 0, records(3))])
     for _ in range(2):
         await save(redis, "w1", 1, 24, records(4, 3))
-        assert await total(redis) == Used(1, 20, 16, 7)
+        assert await total(redis) == numbers(20, 16, 7)
     await publish_plan(redis, "5-2", [("r1", 2, 7)])
     call = batcher_scripts.finish(
         KEYS, terminal_for("r1", "timeout", 7), records=b"", kept_ms=1000, channel="", payload=b""
     )
     assert await run_script(redis, call)
-    assert (await total(redis)).generated == 7
+    assert (await total(redis))["completion_tokens"] == 7
 
 
 async def test_tokens_that_needed_no_step_are_counted_by_their_attempt(redis: Redis) -> None:
@@ -105,7 +112,7 @@ async def test_tokens_that_needed_no_step_are_counted_by_their_attempt(redis: Re
     count = FlushedRow("r1", 1, 0, (6,), num_speculated=2)
     for sequence in (1, 2):
         await flush(redis, sequence, counts=[count])
-        assert (await total(redis)).speculated == 2
+        assert (await total(redis))["speculated_tokens"] == 2
     await flush(redis, 3, counts=[count._replace(fields=(9,), num_speculated=4)])
     await save(redis, "w1", 1, 0, records(12), num_speculated=1)
     await publish_plan(redis, "5-2", [("r1", 2, 12)])
@@ -113,7 +120,7 @@ async def test_tokens_that_needed_no_step_are_counted_by_their_attempt(redis: Re
     ended = ended._replace(attempt=2, base=12, num_speculated=3)
     await flush(redis, 4, terminals=[ended])
     used_in_all = await total(redis)
-    assert (used_in_all.generated, used_in_all.speculated) == (20, 4 + 1 + 3)
+    assert (used_in_all["completion_tokens"], used_in_all["speculated_tokens"]) == (20, 4 + 1 + 3)
 
 
 async def test_tokens_that_were_shown_are_counted_by_a_broker_that_lost_them(redis: Redis) -> None:
@@ -139,7 +146,7 @@ async def test_tokens_that_were_shown_are_counted_by_a_broker_that_lost_them(red
     assert await offer() == "kept"
     await create_logs(redis)
     await end(redis, 1, 6)
-    assert await total(redis) == Used(1, 20, 16, 6)
+    assert await total(redis) == numbers(20, 16, 6)
 
 
 async def test_owners_beyond_the_bound_are_counted_together(redis: Redis) -> None:
