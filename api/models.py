@@ -301,7 +301,6 @@ async def tokenize(request: Request) -> Response:
     names = await body.names_in(data)
     if "inputs" not in names and "messages" in names:
         chat = await offload(len(data), lambda: body.parse_body(TokenizeChatRequest, data))
-        chat.check()
         pool = await pool_for(request, chat.model)
         shown = await shown_prompt(await read_chat(chat, pool), pool)
         return await respond_with_ids(

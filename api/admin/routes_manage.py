@@ -304,7 +304,6 @@ async def retry_event(request: Request, event_id: Annotated[str, Path(descriptio
 
 LOAD_TIMEOUT_S = 600.0
 LOOK_S = 0.1
-MAX_PATH_CHARS = 4096
 
 
 def describe_adapter(holders: Mapping[str, HeldAdapters], adapter: PoolAdapter) -> dict[str, Any]:
@@ -329,15 +328,7 @@ async def load_adapter(pools: PoolRegistry, source: AdapterSource, in_place: boo
         in_place: it may take the place of another one of its name, whose live requests go on with that one.
     """
     pool = pools.own
-    words, name = "must be 1 to 128 letters, digits and . _ / : + -", quoted(source.name)
-    refuse(
-        (not ADAPTER_NAME.fullmatch(source.name), f"`lora_name` {words}. Given: {name}"),
-        (
-            not 0 < len(source.path) <= MAX_PATH_CHARS,
-            f"`lora_path` must have 1 to {MAX_PATH_CHARS} characters",
-        ),
-        (pools.is_model(source.name), f"`lora_name`: {name} is the name of a model"),
-    )
+    refuse((pools.is_model(source.name), f"`lora_name`: {quoted(source.name)} is the name of a model"))
     await pool.check_admission()
     try:
         adapter = await asyncio.to_thread(find_adapter, source)
@@ -431,9 +422,14 @@ LOAD_EXAMPLE = {"lora_name": "sql", "lora_path": "/adapters/sql"}
 class LoadRequest(Strict):
     """The body of /v1/load_lora_adapter."""
 
-    lora_name: str = Field(description="The name by which requests ask for it, as `model` or `adapter_id`.")
+    lora_name: str = Field(
+        pattern=f"^{ADAPTER_NAME.pattern}$",
+        description="The name by which requests ask for it, as `model` or `adapter_id`.",
+    )
     lora_path: str = Field(
-        description="A folder that all workers can read, or a hub id, perhaps with `@revision`."
+        min_length=1,
+        max_length=4096,
+        description="A folder that all workers can read, or a hub id, perhaps with `@revision`.",
     )
     load_inplace: bool | None = Field(
         default=None, description="Take the place of an adapter of this name. Default: false."

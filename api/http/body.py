@@ -23,6 +23,7 @@ from starlette.requests import Request
 from api.errors import ApiError, cut, invalid, quoted
 from api.event_loop import offload
 from api.json import TooDeep, is_depth_error, parse_bytes
+from api.requests.fields import Strict
 from common import ids
 
 Schema = TypeVar("Schema", bound=BaseModel)
@@ -78,20 +79,25 @@ async def names_in(data: bytes) -> set[str]:
 def parse_body(schema: type[Schema], data: bytes) -> Schema:
     """Validate JSON. Raises ApiError: 400 if it is not JSON, 422 with the names of the fields at fault."""
     try:
-        return schema.model_validate_json(data)
+        parsed = schema.model_validate_json(data)
     except ValidationError as error:
         raise schema_error(error) from error
+    if isinstance(parsed, Strict):
+        parsed.check()
+    return parsed
 
 
-def schema_error(error: ValidationError) -> ApiError:
+def schema_error(error: ValidationError, *within: str) -> ApiError:
+    """What is wrong with a body, or with what has the name `within`."""
     problems = error.errors(include_url=False, include_context=False)
     if problems[0]["type"] == "json_invalid":
         is_deep = is_depth_error(problems[0]["msg"])
         return ApiError(400, "invalid_json", f"Invalid JSON: {TooDeep()}" if is_deep else problems[0]["msg"])
     named = []
-    for problem in problems[:MAX_PROBLEMS]:  # with the given value if one of a few is expected
-        given = f". Given: {quoted(problem['input'])}" if problem["type"] == "literal_error" else ""
-        named.append((field_name(problem["loc"]), problem["msg"] + given))
+    for problem in problems[:MAX_PROBLEMS]:  # with the given value if one of a few or of a range is expected
+        is_bounded = problem["type"].startswith(("literal", "greater", "less"))
+        given = f". Given: {quoted(problem['input'])}" if is_bounded else ""
+        named.append((field_name((*within, *problem["loc"])), problem["msg"] + given))
     return invalid("; ".join(f"`{field}`: {words}" for field, words in named), named[0][0])
 
 

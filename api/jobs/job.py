@@ -20,17 +20,16 @@ from api.http.body import parse_body
 from api.json import parse_bytes, to_json
 from api.protocols.protocol import Context, Protocol
 from api.protocols.table import JOBS, PROTOCOLS, protocol_at
-from api.requests.fields import Whole, with_one_error
+from api.requests.fields import TIERS, Priority, with_one_error
 from api.requests.pool import Pool, names_own
 from api.requests.registry import PoolRegistry
 from api.requests.service_terms import (
     MAX_DEADLINE_MS,
     ServiceTerms,
+    TenantName,
     checked_tenant,
-    chosen_class,
+    class_of,
     default_class,
-    read_deadline,
-    read_tenant,
 )
 from api.webhooks import JOB, WebhookField, find_webhook
 from common.api_keys import ApiKey
@@ -39,6 +38,8 @@ from common.broker.keys import RESULT_TTL_MS, Keys
 from common.broker.lua import Args, call_script, decode_all
 from common.ids import CHANNEL, ENTRY_ID, JOB_ID, is_job_id
 from common.messages.events import terminal_for
+from common.messages.request import SERVICE_CLASSES
+from common.settings.ranges import least
 from common.settings.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -94,9 +95,9 @@ class JobBody(BaseModel):
     url: str | None = None
     parameters: dict[str, Any] | None = None
     model: str | None = None
-    priority: Whole | str | None = None
-    tenant: str | None = None
-    deadline_ms: Whole | None = None
+    priority: Priority | None = None
+    tenant: TenantName | None = None
+    deadline_ms: int | None = least(1, "From its admission on.", MAX_DEADLINE_MS)
     not_before: Time | None = None
     reply_to: str | None = Field(default=None, pattern=f"^{CHANNEL.pattern}$")
     reply: Literal["stream"] | None = None
@@ -324,13 +325,11 @@ def read_job_terms(body: JobBody) -> ServiceTerms:
     """
     is_openai = body.url is None and (body.messages is not None or body.prompt is not None)
     given = (body.parameters or {}) if is_openai else {}
-    priority, tier = body.priority, given.get("service_tier")
-    if priority is None and isinstance(given.get("priority"), int | str):
-        priority = given["priority"]  # what is no number and no text is refused with the chat's fields
+    priority, own, tier = body.priority, given.get("priority"), given.get("service_tier")
+    if priority is None and (isinstance(own, int) or own in SERVICE_CLASSES):
+        priority = own  # another one is refused with the chat's fields, as another tier is
     return ServiceTerms(
-        chosen_class(priority, tier if isinstance(tier, str) else None, ""),
-        "" if body.tenant is None else read_tenant(body.tenant, "tenant"),
-        None if body.deadline_ms is None else read_deadline(body.deadline_ms, "deadline_ms"),
+        class_of(priority, tier if tier in [*TIERS] else None, ""), body.tenant or "", body.deadline_ms
     )
 
 
@@ -389,7 +388,6 @@ async def validate_job(pools: PoolRegistry, job: Job) -> HttpAnswer:
     async with noting_deaths(pool, job):
         content = to_json(content_of(job))
         body = await offload(len(content), lambda: parse_body(protocol.body, content))
-        body.check()
         name, own = job.body.model, pool.settings
         target = await pools.target(name, getattr(body, "adapter_id", None))
         if own.pool not in target.pools and not (name and names_own(name, own)):

@@ -23,7 +23,7 @@ from api.prompts.chat_template import ChatTemplate, ControlTexts, PlainCopy, Ren
 from api.prompts.picture_layouts import read_layout
 from common import model_files
 from common.process.machine import num_cores, return_memory
-from common.settings.ranges import RANGES, read_defaults
+from common.settings.ranges import Defaults, read_defaults
 from common.settings.settings import SettingError, Settings
 
 Result = TypeVar("Result")
@@ -295,5 +295,5 @@ def load_sampling_defaults(path: Path, settings: Settings) -> dict[str, Any]:
     if given not in ("auto", "vllm") and not file.is_file():
         raise SettingError("generation_config", f"{file} does not exist")
     found = {} if given == "vllm" else model_files.read_json(file)
-    defaults = read_defaults("generation_config", {name: found.get(name) for name in RANGES})
+    defaults = read_defaults("generation_config", {name: found.get(name) for name in Defaults.model_fields})
     return defaults | settings.sampling_overrides | {"logprobs_mode": settings.logprobs_mode}

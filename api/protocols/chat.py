@@ -39,9 +39,10 @@ from api.prompts.pictures import PictureSource, is_picture, read_part, unknown_p
 from api.prompts.tokenizer import ModelTokenizer
 from api.protocols.openai_bodies import NAMES, OpenAIRequest
 from api.protocols.protocol import Asked, Context
-from api.requests.fields import Listed, Strict, Whole, least, optional, with_one_error
+from api.requests.fields import Listed, Strict, optional, with_one_error
 from api.requests.pool import Pool
 from api.requests.validate import GenerationParams, check_generates
+from common.settings.ranges import least
 
 log = logging.getLogger(__name__)
 
@@ -163,9 +164,9 @@ class ChatRequest(OpenAIRequest):
     """The body of /v1/chat/completions."""
 
     messages: Listed[ChatMessage] = Field(description="The chat so far.", json_schema_extra={"minItems": 1})
-    max_completion_tokens: Whole | None = least(1, "The newer name of `max_tokens`.")
+    max_completion_tokens: int | None = least(1, "The newer name of `max_tokens`.")
     logprobs: bool | None = optional("Return each token with its log-probability. Default: false.")
-    top_logprobs: Whole | None = least(
+    top_logprobs: int | None = least(
         0, "With `logprobs`: the number of most likely tokens to return at each position."
     )
     add_generation_prompt: bool | None = optional(

@@ -32,9 +32,10 @@ from api.protocols.tgi import (
     render_token,
     render_top_tokens,
 )
-from api.requests.fields import DETACHED, RESUME_S, SEEDS, Listed, Strict, Whole, least, optional, ranged
+from api.requests.fields import DETACHED, RESUME_S, SEED, Listed, StopText, Strict, Whole, optional
 from api.requests.service_terms import pools_of
 from api.requests.validate import GenerationParams, check_no_logits
+from common.settings.ranges import least
 
 # --- responses, for /docs -----------------------------------------------------------------------------------
 
@@ -101,10 +102,10 @@ DATA_SCHEMA: dict[str, Any] = {
 class KServeParameters(GenerateParameters):
     """TGI's parameters, some also under the names of the open inference protocol and of Triton."""
 
-    max_tokens: Whole | None = least(1, "The same as `max_new_tokens`.")
-    min_length: Whole | None = least(0, "The same as `min_new_tokens`.")
-    stop_words: Listed[str] | None = optional("The same as `stop`.")
-    random_seed: Whole | None = ranged(SEEDS, "The same as `seed`.")
+    max_tokens: int | None = least(1, "The same as `max_new_tokens`.")
+    min_length: int | None = least(0, "The same as `min_new_tokens`.")
+    stop_words: Listed[StopText] | None = optional("The same as `stop`.")
+    random_seed: int | None = least(SEED[0], "The same as `seed`.", SEED[1])
     stream: bool | None = optional("The path says whether tokens are streamed: true on `…/generate_stream`.")
     exclude_input_in_output: bool | None = optional("False begins the text with the prompt. Default: true.")
 

@@ -34,22 +34,20 @@ from api.protocols.openai_bodies import openai_fields
 from api.protocols.protocol import Asked, Context, Protocol
 from api.protocols.typed_events import Event, EventRenderer, Logprobs, OutputPart
 from api.requests.fields import (
-    STOP_SCHEMA,
     TIERS,
     Listed,
     SamplingFields,
     ServedFields,
+    StopText,
     Strict,
-    Whole,
     optional,
-    ranged,
     with_one_error,
 )
 from api.requests.pool import Pool
 from api.requests.service_terms import pool_for, read_body, read_service, read_terms, request_id
 from api.requests.validate import GenerationParams
 from api.webhooks import WebhookField
-from common.settings.ranges import Range
+from common.settings.ranges import least
 
 # --- responses, for /docs -----------------------------------------------------------------------------------
 
@@ -195,29 +193,22 @@ class CountTokensRequest(ServedFields):
     )
     thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
-    stop_sequences: Listed[str] | None = optional(
-        "Stop strings: the text ends before the first of them that appears.",
-        {"items": STOP_SCHEMA},
+    stop_sequences: Listed[StopText] | None = optional(
+        "Stop strings: the text ends before the first of them that appears."
     )
     service_tier: str | None = optional(
         "`auto` and `standard_only` are the class `standard`; OpenAI's names are taken, too.",
-        {"enum": ["auto", "standard_only", None]},
+        pattern=f"^({'|'.join((*TIERS_OF_ANTHROPIC, *TIERS))})$",
     )
 
     def check(self) -> None:
         """Raises ApiError for unsupported fields."""
-        super().check()
         reject_unsupported(self.model_extra or {}, UNSUPPORTED, openai_fields() - {"max_tokens"})
 
     @property
     def tier(self) -> str | None:
-        """The tier by OpenAI's name. Raises ApiError."""
-        given = self.service_tier
-        tier = TIERS_OF_ANTHROPIC.get(given, given) if given is not None else None
-        if tier is not None and tier not in TIERS:
-            allowed = ", ".join((*TIERS_OF_ANTHROPIC, *TIERS))
-            raise invalid(f"`service_tier` must be one of {allowed}")
-        return tier
+        """The tier by OpenAI's name."""
+        return TIERS_OF_ANTHROPIC.get(self.service_tier or "", self.service_tier)
 
 
 class MessagesRequest(CountTokensRequest):
@@ -226,8 +217,8 @@ class MessagesRequest(CountTokensRequest):
     `metadata`, `cache_control`, `context_management`, `speed` and other labels and hints have no effect.
     """
 
-    max_tokens: Whole = ranged(
-        Range(1), "The most tokens to generate; no more than the model's context leaves.", ...
+    max_tokens: int = least(
+        1, "The most tokens to generate; no more than the model's context leaves.", default=...
     )
     webhook: WebhookField | None = None
 

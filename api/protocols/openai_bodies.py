@@ -18,26 +18,28 @@ from api.http.body import UnsupportedFields, reject_unsupported
 from api.prompts.chat_template import Rendered
 from api.protocols.protocol import Asked, Context
 from api.requests.fields import (
-    CHOICES,
     DETACHED,
-    PENALTIES,
-    STOP_SCHEMA,
+    MAX_CHOICES,
+    PENALTY,
     TEXTS_OR_IDS,
-    TRUNCATION,
     BeamFields,
     Listed,
     ServedFields,
+    StopText,
     Strict,
+    Truncation,
     Whole,
-    least,
     optional,
-    ranged,
     with_one_error,
 )
 from api.requests.validate import SWITCHES, GenerationParams, streamed_logits
 from api.webhooks import WebhookField
+from common.settings.ranges import least
 
-Stop = Annotated[str | Listed[str], with_one_error("Input should be a string or a list of strings")]
+Stop = Annotated[
+    StopText | Listed[StopText],
+    with_one_error("Input should be a string of 1 to 1000 characters, or a list of such strings"),
+]
 Prompt = Annotated[
     str | Listed[str] | Listed[Whole] | Listed[Listed[Whole]],
     with_one_error(
@@ -95,13 +97,12 @@ class OpenAIRequest(ServedFields, BeamFields):
     detached: bool | None = DETACHED
     webhook: WebhookField | None = None
 
-    max_tokens: Whole | None = least(1, MAX_TOKENS)
-    min_tokens: Whole | None = least(
+    max_tokens: int | None = least(1, MAX_TOKENS)
+    min_tokens: int | None = least(
         0, "The fewest tokens to generate: before them only `max_tokens` ends the text."
     )
     stop: Stop | None = optional(
-        "A stop string or several: the text ends before the first of them that appears.",
-        {**STOP_SCHEMA, "items": STOP_SCHEMA},
+        "A stop string or several: the text ends before the first of them that appears."
     )
     include_stop_str_in_output: bool | None = optional(
         "Let the text include its stop string or stop token. Default: false."
@@ -111,10 +112,10 @@ class OpenAIRequest(ServedFields, BeamFields):
         "Add the special tokens that the tokenizer puts around a prompt. Default: true for "
         "completions; false for chats, whose template has them."
     )
-    truncate_prompt_tokens: Whole | None = ranged(
-        TRUNCATION, "The most tokens of the prompt to use: its last ones. -1: all that fit."
+    truncate_prompt_tokens: Truncation | None = optional(
+        "The most tokens of the prompt to use: its last ones. -1: all that fit."
     )
-    n: Whole | None = ranged(CHOICES, "The number of choices for each prompt. Default: 1.")
+    n: int | None = least(1, "The number of choices for each prompt. Default: 1.", MAX_CHOICES)
     best_of: Whole | None = optional(
         "Must be 1 or `n`, because all generated texts are returned. With `use_beam_search`: the "
         "number of sequences that are extended at once.",
@@ -125,10 +126,10 @@ class OpenAIRequest(ServedFields, BeamFields):
         "true if `beam_width` is given.",
         {"enum": [False, None]},
     )
-    frequency_penalty: float | None = ranged(
-        PENALTIES, "Penalty for tokens by their number in the generated text, as OpenAI defines it."
+    frequency_penalty: float | None = optional(
+        "Penalty for tokens by their number in the generated text, as OpenAI defines it.", **PENALTY
     )
-    prompt_logprobs: Whole | None = least(
+    prompt_logprobs: int | None = least(
         0,
         "Return the prompt's tokens with their log-probabilities, and this number of the most likely tokens "
         "at the position of each (vLLM). Not for streams.",
@@ -229,7 +230,6 @@ class OpenAIRequest(ServedFields, BeamFields):
 
     def check(self) -> None:
         """Raises ApiError for unsupported fields and contradictions."""
-        super().check()
         reject_unsupported(self.model_extra or {}, UNSUPPORTED, openai_fields().union(TGI_FIELDS))
         width, all_texts = self.search_width, "1 or equal to `n`: all texts are returned"
         words = all_texts if width is None else "equal to `beam_width` in a beam search"
@@ -254,13 +254,13 @@ class OpenAIRequest(ServedFields, BeamFields):
 class CompletionRequest(OpenAIRequest):
     """The body of /v1/completions."""
 
-    max_tokens: Whole | None = least(0, f"{MAX_TOKENS} With `echo`, 0 returns the prompt only.")
+    max_tokens: int | None = least(0, f"{MAX_TOKENS} With `echo`, 0 returns the prompt only.")
 
     prompt: Prompt = Field(
         description="A text, a list of texts, a list of token ids, or a list of such lists.",
         json_schema_extra=TEXTS_OR_IDS,
     )
-    logprobs: Whole | None = least(
+    logprobs: int | None = least(
         0,
         "Return each token with its log-probability, and this number of the most likely tokens at its "
         "position; with `echo`, also for the prompt.",

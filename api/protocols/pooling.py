@@ -25,13 +25,11 @@ from api.requests.fields import (
     MODEL,
     PRIORITY,
     TEXTS_OR_IDS,
-    TRUNCATION,
     Listed,
+    Priority,
     Strict,
-    Whole,
-    least,
+    Truncation,
     optional,
-    ranged,
     with_one_error,
 )
 from api.requests.pool import Pool
@@ -40,6 +38,7 @@ from api.streams.stream import Stream
 from common.messages.records import pack_ids
 from common.messages.request import EMBED, Generate, PoolingParams, StoppingParams
 from common.pooling import PoolingConfig
+from common.settings.ranges import least
 
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(
@@ -70,8 +69,7 @@ class PoolingFields(Strict):
     model_config = ConfigDict(extra="allow")
 
     model: str | None = MODEL
-    truncate_prompt_tokens: Whole | None = ranged(
-        TRUNCATION,
+    truncate_prompt_tokens: Truncation | None = optional(
         "The most tokens of an input: longer ones are cut. -1: as many as the model takes. Default: longer "
         "ones are refused.",
     )
@@ -82,11 +80,10 @@ class PoolingFields(Strict):
         "Add the tokens that the model expects around a text. Default: true."
     )
     cache_salt: str | None = CACHE_SALT
-    priority: Whole | str | None = PRIORITY
+    priority: Priority | None = PRIORITY
 
     def check(self) -> None:
         """Raises ApiError for unsupported fields."""
-        super().check()
         reject_unsupported(self.model_extra or {}, UNSUPPORTED, ())
 
 
@@ -100,7 +97,7 @@ class EmbeddingRequest(PoolingFields):
     encoding_format: Literal["float", "base64"] | None = optional(
         "`base64`: of the little-endian float32 values; OpenAI's clients ask for it. Default: float."
     )
-    dimensions: Whole | None = least(
+    dimensions: int | None = least(
         1, "Keep only the first values of each vector, as models trained for it allow (matryoshka)."
     )
     normalize: bool | None = optional("Give vectors the length 1. Default: true (vLLM's field).")
@@ -129,7 +126,7 @@ class RerankFields(PoolingFields):
     documents: Listed[str | Document] = Field(
         description="Texts, or objects with a `text`.", json_schema_extra=DOCUMENTS_SCHEMA
     )
-    top_n: Whole | None = least(0, "The best documents to return; 0 and the default return all.")
+    top_n: int | None = least(0, "The best documents to return; 0 and the default return all.")
     return_documents: bool | None = optional("Return the texts, too. Default: true, as in vLLM and Jina.")
 
 

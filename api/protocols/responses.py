@@ -48,7 +48,6 @@ from api.requests.fields import (
     ServedFields,
     Strict,
     Whole,
-    least,
     optional,
     with_one_error,
 )
@@ -59,6 +58,7 @@ from api.streams.stream import Stream
 from api.webhooks import RESPONSE, WebhookField
 from common.ids import ITEM_ID, RESPONSE_ID
 from common.messages.request import SamplingParams
+from common.settings.ranges import least
 
 ROLES = ("user", "system", "developer", "assistant")
 
@@ -150,7 +150,7 @@ class ResponsesRequest(ServedFields):
     )
     instructions: str | None = optional("A system message before the conversation, for this response only.")
     webhook: WebhookField | None = None
-    max_output_tokens: Whole | None = least(1, MAX_TOKENS)
+    max_output_tokens: int | None = least(1, MAX_TOKENS)
     stream_options: ResponseStreamOptions | None = None
     store: bool | None = optional(
         "Keep the response, so that it can be retrieved and continued. Default: true."
@@ -184,7 +184,7 @@ class ResponsesRequest(ServedFields):
     include: Listed[Included] | None = optional(
         "Additional parts of the output; no tool is built in to have any."
     )
-    top_logprobs: Whole | None = least(
+    top_logprobs: int | None = least(
         0, f"The number of likeliest tokens to report; `include` must have `{LOGPROBS}`."
     )
     prompt_cache_key: str | None = None
@@ -207,7 +207,6 @@ class ResponsesRequest(ServedFields):
 
     def check(self) -> None:
         """Raises ApiError for unsupported fields and contradictions."""
-        super().check()
         reject_unsupported(self.model_extra or {}, UNSUPPORTED, LOGITS_FIELDS)
         refuse(
             (

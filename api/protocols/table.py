@@ -47,7 +47,6 @@ async def serve(protocol: Protocol, request: Request) -> Response:
         protocol = next((row for name, row in rows.items() if name in names), next(iter(rows.values())))
         route = protocol.path
     parsed = await offload(len(data), lambda: body.parse_body(protocol.body, data))
-    parsed.check()
     model = request.path_params.get("model", getattr(parsed, "model", None))
     pools = pools_of(request)
     target = await pools.target(model, getattr(parsed, "adapter_id", None))

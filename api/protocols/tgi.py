@@ -41,18 +41,15 @@ from api.protocols.openai import CHAT_COMPLETIONS, COMPLETIONS, Choice, ChunkFee
 from api.protocols.openai_bodies import openai_fields
 from api.protocols.protocol import Asked, Context, Protocol, Renderer, WholeBody
 from api.requests.fields import (
-    CHOICES,
     DETACHED,
-    PENALTIES,
+    MAX_CHOICES,
+    PENALTY,
     RESUME_S,
-    STOP_SCHEMA,
     BeamFields,
     Listed,
+    StopText,
     Strict,
-    Whole,
-    least,
     optional,
-    ranged,
 )
 from api.requests.pool import Pool
 from api.requests.service_terms import own_pool, pools_of, read_terms
@@ -60,7 +57,7 @@ from api.requests.validate import SWITCH_NAMES, GenerationParams, check_no_logit
 from api.streams.stream import Stream, all_outputs, is_absent
 from api.webhooks import WebhookField
 from common.messages.request import EMBED
-from common.settings.ranges import Range
+from common.settings.ranges import least
 
 # --- responses, for /docs -----------------------------------------------------------------------------------
 
@@ -151,30 +148,29 @@ GRAMMAR_SCHEMA: Any = {
 class GenerateParameters(BeamFields):
     """Generation parameters. Null and absent mean the default."""
 
-    max_new_tokens: Whole | None = least(
+    max_new_tokens: int | None = least(
         1, "The most tokens to generate. Default: what is left of the model's context."
     )
-    min_new_tokens: Whole | None = least(
+    min_new_tokens: int | None = least(
         0, "The fewest tokens to generate: before them only `max_new_tokens` ends the text."
     )
-    stop: Listed[str] | None = optional(
-        "Stop strings: the text ends with the first of them that appears, and includes it.",
-        {"items": STOP_SCHEMA},
+    stop: Listed[StopText] | None = optional(
+        "Stop strings: the text ends with the first of them that appears, and includes it."
     )
-    truncate: Whole | None = least(1, "The most tokens of the prompt to use: its last ones.")
+    truncate: int | None = least(1, "The most tokens of the prompt to use: its last ones.")
 
     do_sample: bool | None = optional(
         f"Sample tokens. Default: true if any of {SWITCH_NAMES} has an effect; else the most "
         "likely token is taken."
     )
-    frequency_penalty: float | None = ranged(
-        PENALTIES,
-        "Penalty for tokens in proportion to their share of prompt and text, as TGI defines it.",
+    frequency_penalty: float | None = optional(
+        "Penalty for tokens in proportion to their share of prompt and text, as TGI defines it.", **PENALTY
     )
 
-    best_of: Whole | None = ranged(
-        Range(0, CHOICES.most),
+    best_of: int | None = least(
+        0,
         "The number of texts to generate; the one of highest mean log-probability is returned.",
+        MAX_CHOICES,
     )
     details: bool | None = optional(
         "Return the tokens with their log-probabilities, the seed and the finish reason."
@@ -183,7 +179,7 @@ class GenerateParameters(BeamFields):
         "Return `details`, and in `prefill` the prompt's tokens with their log-probabilities. "
         "Not for streams."
     )
-    top_n_tokens: Whole | None = least(0, "The number of most likely tokens to return at each position.")
+    top_n_tokens: int | None = least(0, "The number of most likely tokens to return at each position.")
     return_full_text: bool | None = optional(
         "Begin the text with the prompt. Default: false; on `POST /`, true."
     )
@@ -238,10 +234,8 @@ class GenerateBody(Strict, extra="allow"):
     webhook: WebhookField | None = None
 
     def check(self) -> None:
-        super().check()
         warn_of_unknown(self.model_extra or {})
         if self.parameters:
-            self.parameters.check()
             reject_unsupported(self.parameters.model_extra or {}, {}, openai_fields())
 
     @property
@@ -546,7 +540,6 @@ async def read_instance(request: Request, pool: Pool, given: Any, i: int) -> Gen
     kind: Any = ChatRequest if is_chat else GenerateRequest
     try:
         instance: ChatRequest | GenerateRequest = await offload(len(data), lambda: parse_body(kind, data))
-        instance.check()
         read_terms(request, "", False, instance.resume_s, instance.detached)  # refuses both fields
         pools = pools_of(request)
         named = (instance.model, None) if isinstance(instance, ChatRequest) else (None, instance.adapter_id)

@@ -1,31 +1,30 @@
 """Fields of request bodies: kinds of fields, and the parameters that TGI's and OpenAI's routes share.
 
-The range of a number is what /docs shows and what `Strict.check` checks; `validate.py` checks the
-fleet's limits.
+What /docs shows of a field is what pydantic checks; `validate.py` checks the fleet's limits.
 """
 
-import inspect
 from collections.abc import Mapping
-from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
+    AliasChoices,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
+    GetPydanticSchema,
     ValidationError,
     ValidatorFunctionWrapHandler,
+    WithJsonSchema,
     WrapValidator,
 )
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic_core import PydanticCustomError, core_schema
 
-from api.errors import invalid, quoted
-from api.requests.validate import BIASES, MAX_BEAM_WIDTH, MAX_STOP_CHARS, GenerationParams
+from api.errors import invalid
+from api.requests.validate import MAX_BEAM_WIDTH, GenerationParams
 from common.messages.request import SERVICE_CLASSES, BeamParams, SamplingParams, StoppingParams
-from common.settings.ranges import RANGES, Range
+from common.settings.ranges import SamplingDefaults, least, to_whole
 
 Item = TypeVar("Item")
 Part = TypeVar("Part", GenerationParams, SamplingParams, StoppingParams, BeamParams)
@@ -46,62 +45,49 @@ def with_one_error(text: str) -> WrapValidator:
     return WrapValidator(check)
 
 
-class WholeNumber:
-    """A number without a fraction, as JSON Schema's `integer`: 2.0 is 2. No text or truth value is one."""
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        number = core_schema.float_schema(strict=True, allow_inf_nan=False)
-        return core_schema.union_schema(
-            [
-                core_schema.int_schema(strict=True),
-                core_schema.no_info_after_validator_function(to_whole, number),
-            ],
-            mode="left_to_right",
-            custom_error_type="int_type",
-        )
-
-    def __get_pydantic_json_schema__(
-        self, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        return {"type": "integer"}
+INTEGER = core_schema.union_schema(
+    [
+        core_schema.int_schema(strict=True),
+        core_schema.no_info_before_validator_function(to_whole, core_schema.int_schema(strict=True)),
+    ],
+    mode="left_to_right",
+    custom_error_type="int_type",
+)
+Whole = Annotated[int, GetPydanticSchema(lambda *_: INTEGER), WithJsonSchema({"type": "integer"})]
+"""A number without a fraction, as JSON Schema's `integer`, in a list: most are ints, which cost least."""
 
 
-def to_whole(number: float) -> int:
-    if not number.is_integer():
-        raise ValueError
-    return int(number)
+def check_truncation(number: int) -> int:
+    if number == 0:
+        raise ValueError("no token would be left")
+    return number
 
 
-Whole = Annotated[int, WholeNumber()]
-TRUNCATION = Range(-1, hole=0)
+Truncation = Annotated[
+    int,
+    Field(ge=-1, json_schema_extra={"not": {"const": 0}}),
+    BeforeValidator(to_whole),
+    AfterValidator(check_truncation),
+]
 """Of `truncate_prompt_tokens`: -1 is as many tokens as fit."""
-CHOICES, SHARES, PENALTIES = Range(1, 128), Range(0, 1, above=True), Range(-2, 2)
-LENGTH_PENALTIES = Range(-5, 5)
-"""With any length of a sequence, its score is then a number that float32 has."""
-DIVERSITIES, SEEDS = Range(0, 100), Range(-(2**63), 2**64 - 1)
-STOP_SCHEMA: dict[str, Any] = {"minLength": 1, "maxLength": MAX_STOP_CHARS}
+StopText = Annotated[str, Field(min_length=1, max_length=1000)]
+BadWord = Annotated[str, Field(max_length=200, pattern=r"\S")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+MAX_CHOICES, MAX_LISTED_IDS = 128, 128
+SHARE: Any = {"gt": 0, "le": 1}
+PENALTY: Any = {"ge": -2, "le": 2}
+SEED = (-(2**63), 2**64 - 1)
 
 
 class Strict(BaseModel):
     """A part of a request body. Types are not converted: `"5"` is not a number."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
     def check(self) -> None:
-        """Raises ApiError for a number that is not in its range; in bodies that have more to check, also for
-        unsupported fields, and for fields that contradict each other.
+        """Raises ApiError, in bodies that have more to check than their fields, for unsupported ones, and for
+        those that contradict each other.
         """
-        for name, allowed in ranges_of(type(self)):
-            value = getattr(self, name)
-            if value is not None and not allowed.holds(value):
-                raise invalid(f"`{name}` must be {allowed}. Given: {quoted(value)}")
-
-
-@cache
-def ranges_of(body: type[BaseModel]) -> list[tuple[str, Range]]:
-    """The fields of a body that are `ranged`."""
-    fields = body.model_fields.items()
-    return [(name, one) for name, field in fields for one in field.metadata if isinstance(one, Range)]
 
 
 TEXTS_OR_IDS: Any = {
@@ -110,34 +96,16 @@ TEXTS_OR_IDS: Any = {
     "items": {"minLength": 1, "minItems": 1, "minimum": 0, "items": {"minimum": 0}},
 }
 """JSON schema of prompts and inputs: texts, or lists of token ids."""
-BIAS_SCHEMA: Any = {
-    "propertyNames": {"pattern": "^[0-9]{1,6}$"},
-    "additionalProperties": {"type": "number", **BIASES.schema},
-}
-"""JSON schema of `logit_bias`: token id → number."""
 
 
-def optional(description: str, schema: Any = None) -> Any:
-    """A field that may be left out; `schema` is what /docs says beside its type."""
-    return Field(default=None, description=description, json_schema_extra=schema)
+def optional(description: str, schema: Any = None, **limits: Any) -> Any:
+    """A field that may be left out; `schema` is what /docs says beside its type and its limits."""
+    return Field(default=None, description=description, json_schema_extra=schema, **limits)
 
 
-def ranged(allowed: str | Range, description: str, default: Any = None) -> Any:
-    """A number in a range, or in that of its name in RANGES; `...` as its default makes it required."""
-    found = RANGES[allowed] if isinstance(allowed, str) else allowed
-    field = Field(default=default, description=description, json_schema_extra=found.schema)
-    field.metadata.append(found)
-    return field
-
-
-def least(value: int, description: str) -> Any:
-    """An optional whole number that is at least `value`."""
-    return ranged(Range(value), description)
-
-
-def token_ids(description: str) -> Any:
+def token_ids(description: str, **limits: Any) -> Any:
     """An optional list of token ids."""
-    return optional(description, {"items": {"minimum": 0}})
+    return optional(description, {"items": {"minimum": 0}}, **limits)
 
 
 MODEL: Any = optional(
@@ -148,12 +116,15 @@ CACHE_SALT: Any = Field(
     min_length=1,
     description="Only requests with the same salt share what is computed of their prompts (vLLM).",
 )
+ClassName = Annotated[str, Field(pattern=f"^({'|'.join(SERVICE_CLASSES)})$")]
+NO_CLASS = with_one_error(
+    f"Input should be one of {', '.join(SERVICE_CLASSES)}, or a whole number (the lower, the sooner)"
+)
+Priority = Annotated[Whole | ClassName, NO_CLASS]
 PRIORITY: Any = optional(
     "vLLM's: the lower, the sooner. Below 0 the class is `interactive`, with 0 `standard`, above 0 "
-    "`batch`; these names are taken, too. The header `x-priority` comes before it.",
-    {"anyOf": [{"type": "integer"}, {"enum": [*SERVICE_CLASSES, None]}]},
+    "`batch`; these names are taken, too. The header `x-priority` comes before it."
 )
-RESUMES_S = Range(0, 3600)
 TIERS = {
     "auto": "standard",
     "default": "standard",
@@ -162,11 +133,12 @@ TIERS = {
     "scale": "interactive",
 }
 """OpenAI's service tiers → classes."""
-RESUME_S: Any = ranged(
-    RESUMES_S,
+RESUMES: Any = {"ge": 0, "le": 3600, "allow_inf_nan": False}
+RESUME_S: Any = optional(
     "With a stream: after its connection is lost, the request goes on for this many seconds, and "
     "`GET /requests/{id}/stream` continues it. Default: 0, and 30 if its gateway has died. The "
     "header `x-resume-seconds` means the same.",
+    **RESUMES,
 )
 DETACHED: Any = optional(
     "With a stream: the request goes on without a client, up to its deadline; "
@@ -176,45 +148,29 @@ DETACHED: Any = optional(
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
 
-class SamplingFields(Strict, extra="allow"):
+class SamplingFields(SamplingDefaults, Strict, extra="allow"):
     """Sampling parameters that TGI's and OpenAI's routes share. Null and absent mean the default."""
 
-    temperature: float | None = ranged(
-        "temperature", "Default: 1. With 0, the most likely token is taken (greedy decoding)."
-    )
-    top_k: Whole | None = ranged(
-        "top_k", "Sample from this many of the most likely tokens. 0 and -1 mean all."
-    )
-    top_p: float | None = ranged(
-        "top_p", "Sample from the most likely tokens whose probabilities add up to this."
-    )
-    top_p_decay: float | None = ranged(SHARES, "Factor by which `top_p` is multiplied after each token.")
-    top_p_min: float | None = ranged(
-        "top_p", "The least that `top_p_decay` lowers `top_p` to. Default: 0.000001."
+    top_p_decay: float | None = optional("Factor by which `top_p` is multiplied after each token.", **SHARE)
+    top_p_min: float | None = optional(
+        "The least that `top_p_decay` lowers `top_p` to. Default: 0.000001.", ge=0, le=1
     )
     top_p_reset_ids: Listed[Whole] | None = token_ids(
-        "Token ids after which a decayed `top_p` returns to its initial value."
+        "Token ids after which a decayed `top_p` returns to its initial value.", max_length=MAX_LISTED_IDS
     )
-    min_p: float | None = ranged(
-        "min_p", "Sample from tokens that are at least this likely relative to the most likely one."
+    typical_p: float | None = optional(
+        "Locally typical sampling: the probability mass of the tokens that are kept.", **SHARE
     )
-    typical_p: float | None = ranged(
-        SHARES, "Locally typical sampling: the probability mass of the tokens that are kept."
+    seed: int | None = least(SEED[0], "Seed of the random numbers. Default: a random seed.", SEED[1])
+    presence_penalty: float | None = optional(
+        "Penalty for tokens that the generated text has already, as OpenAI defines it.", **PENALTY
     )
-    seed: Whole | None = ranged(SEEDS, "Seed of the random numbers. Default: a random seed.")
-    repetition_penalty: float | None = ranged(
-        "repetition_penalty", "Penalty for tokens that the prompt or the text has already. 1 means none."
+    bad_words: Listed[BadWord] | None = optional("Words that are never generated.", max_length=128)
+    stop_token_ids: Listed[Whole] | None = token_ids(
+        "Token ids that end the text.", max_length=MAX_LISTED_IDS
     )
-    presence_penalty: float | None = ranged(
-        PENALTIES, "Penalty for tokens that the generated text has already, as OpenAI defines it."
-    )
-    bad_words: Listed[str] | None = optional("Words that are never generated.", {"items": {"pattern": r"\S"}})
-    stop_token_ids: Listed[Whole] | None = token_ids("Token ids that end the text.")
-    allowed_token_ids: Listed[Whole] | None = Field(
-        default=None,
-        min_length=1,
-        description="The only token ids that are generated (vLLM). Not beside a structured output.",
-        json_schema_extra={"items": {"minimum": 0}},
+    allowed_token_ids: Listed[Whole] | None = token_ids(
+        "The only token ids that are generated (vLLM). Not beside a structured output.", min_length=1
     )
     ignore_eos: bool | None = optional("Continue after the end-of-sequence token. Default: false.")
     logprobs_mode: LogprobsMode | None = optional(
@@ -225,43 +181,32 @@ class SamplingFields(Strict, extra="allow"):
     )
     cache_salt: str | None = CACHE_SALT
 
-    @classmethod
-    def __get_pydantic_json_schema__(
-        cls, schema_of_fields: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        """The schema for /docs: a body's own fields come before the fields that routes share."""
-        reference = handler(schema_of_fields)
-        schema = handler.resolve_ref_schema(reference)
-        names = dict.fromkeys(name for base in cls.__mro__ for name in inspect.get_annotations(base))
-        schema["properties"] = {
-            name: schema["properties"][name] for name in names if name in schema["properties"]
-        }
-        return reference
+
+def stopping_number(early_stopping: bool | str | int) -> int:
+    """As `BeamParams` has it: 2 for transformers' "never", and for TensorRT-LLM's numbers from 2 on."""
+    return 2 if early_stopping == "never" else min(int(early_stopping), 2)
 
 
 EarlyStopping = Annotated[
-    bool | Literal["never"] | Whole, with_one_error('Input should be true, false, "never" or a whole number')
+    bool | Literal["never"] | Whole,
+    with_one_error('Input should be true, false, "never" or a whole number'),
+    AfterValidator(stopping_number),
 ]
-NEVER = 2
-"""`BeamParams.early_stopping` for transformers' "never", and for TensorRT-LLM's numbers from 2 on."""
-WITHOUT_SEARCH = {"length_penalty": 1.0, "early_stopping": 0, "diversity": 0.0}
-"""Fields that mean nothing without a beam search → the value that is accepted all the same."""
-
-
+NO_SEARCH = BeamParams(1)
 NO_DEFAULTS = {"temperature": 1.0, "logprobs_mode": "processed_logprobs"}
 
 
 class BeamFields(SamplingFields):
     """Sampling parameters, those of a beam search, and which logits are returned."""
 
-    beam_width: Whole | None = ranged(
-        Range(1, MAX_BEAM_WIDTH),
-        "Search for the likeliest sequences, this many at once, in place of sampling.",
+    beam_width: int | None = least(
+        1, "Search for the likeliest sequences, this many at once, in place of sampling.", MAX_BEAM_WIDTH
     )
-    length_penalty: float | None = ranged(
-        LENGTH_PENALTIES,
+    length_penalty: float | None = optional(  # within it a score is a number that float32 has
         "Of a beam search: the sum of a sequence's log-probabilities is divided by its length to "
         "this power. Default: 1.",
+        ge=-5,
+        le=5,
     )
     early_stopping: EarlyStopping | None = optional(
         "Of a beam search: end it with the first `beam_width` sequences that have ended (true, "
@@ -269,12 +214,18 @@ class BeamFields(SamplingFields):
         "Default: false.",
         {"enum": [True, False, "never", 0, 1, 2, None]},
     )
-    diversity: float | None = ranged(
-        DIVERSITIES, "Of a beam search: TensorRT-LLM's `beam_search_diversity_rate`. Default: 0."
+    diversity: float | None = optional(
+        "Of a beam search: TensorRT-LLM's `beam_search_diversity_rate`, by this name, too. Default: 0.",
+        validation_alias=AliasChoices("diversity", "beam_search_diversity_rate"),
+        ge=0,
+        le=100,
     )
-    beam_search_diversity_rate: float | None = ranged(DIVERSITIES, "The same as `diversity`.")
 
-    logit_bias: dict[int, float] | None = optional("Numbers to add to the logits, by token id.", BIAS_SCHEMA)
+    logit_bias: dict[int, Bias] | None = optional(
+        "Numbers to add to the logits, by token id.",
+        {"propertyNames": {"pattern": "^[0-9]{1,6}$"}},
+        max_length=1024,
+    )
     return_context_logits: bool | None = optional(
         "Return the model's logits at each token of the prompt (TensorRT-LLM): in JSON as base64, with their "
         "shape and dtype. Not for streams. Default: false."
@@ -328,35 +279,13 @@ class BeamFields(SamplingFields):
         Args:
             num_returned: sequences that are returned; by default all.
         """
-        if None not in (self.diversity, self.beam_search_diversity_rate):
-            raise invalid(
-                "`diversity` and `beam_search_diversity_rate` exclude each other",
-                "beam_search_diversity_rate",
-            )
-        given = {
-            "length_penalty": self.length_penalty,
-            "early_stopping": self.early_stopping and stopping_number(self.early_stopping),
-            "diversity": self.diversity,
-            "beam_search_diversity_rate": self.beam_search_diversity_rate,
-        }
-        if width is None:
-            for name, value in given.items():
-                if value is not None and value != WITHOUT_SEARCH.get(name, 0.0):
-                    raise invalid(f"`{name}` needs a beam search: set `beam_width`")
-            return None
-        return self.part(
-            BeamParams,
-            {},
-            width=width,
-            early_stopping=stopping_number(self.early_stopping),
-            diversity=self.diversity or self.beam_search_diversity_rate or 0.0,
-            num_returned=width if num_returned is None else num_returned,
-        )
-
-
-def stopping_number(early_stopping: bool | str | int | None) -> int:
-    """`early_stopping` as `BeamParams` has it."""
-    return NEVER if early_stopping == "never" else min(int(early_stopping or 0), NEVER)
+        found = self.part(BeamParams, {}, width=width or 1, num_returned=num_returned or width or 1)
+        if width is not None:
+            return found
+        for name in ("length_penalty", "early_stopping", "diversity"):
+            if getattr(found, name) != getattr(NO_SEARCH, name):
+                raise invalid(f"`{name}` needs a beam search: set `beam_width`")
+        return None
 
 
 class ServedFields(SamplingFields):
@@ -365,14 +294,14 @@ class ServedFields(SamplingFields):
     model: str | None = MODEL
     stream: bool | None = optional("Send server-sent events. Default: false.")
     resume_s: float | None = RESUME_S
-    priority: Whole | str | None = PRIORITY
+    priority: Priority | None = PRIORITY
     service_tier: str | None = optional(
         "OpenAI's: `flex` is the class `batch`, `priority` and `scale` are `interactive`, "
         "`default` and `auto` are `standard`. `priority` comes before it.",
-        {"enum": [*TIERS, None]},
+        pattern=f"^({'|'.join(TIERS)})$",
     )
 
     @property
     def tier(self) -> str | None:
-        """The service tier by OpenAI's name. Raises ApiError."""
+        """The service tier by OpenAI's name."""
         return self.service_tier

@@ -198,19 +198,12 @@ def offer(
     )
 
 
-def cancel(keys: Keys, request_id: str, *, reader: int | None) -> ScriptCall[bool]:
-    """Cancel a request; with `reader`, only if that is its reader. False if it has ended, is not known or has
-    another reader.
-    """
-    payload, number = encode(Cancel(request_id, "client")), "" if reader is None else reader
-    return call_script("cancel", bool, keys, request_id, args={"payload": payload, "reader": number})
-
-
 async def cancel_request(pool: PoolClient, request_id: str, reader: int | None = None) -> bool:
     """Cancel a request; with `reader`, only if that is its reader. Return False if it has ended, is not known
     or has another reader.
     """
-    return await pool.run(cancel(pool.keys, request_id, reader=reader))
+    args: Args = {"payload": encode(Cancel(request_id, "client")), "reader": "" if reader is None else reader}
+    return await pool.run(call_script("cancel", bool, pool.keys, request_id, args=args))
 
 
 class AttachReply(NamedTuple):

@@ -5,21 +5,21 @@ field: a proxy in front sets it.
 
 import hashlib
 import math
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
+from pydantic import Field, TypeAdapter, ValidationError
 from starlette.requests import Request
 from starlette.types import Scope
 
 from api.answers.answer import AnswerTerms
-from api.errors import ApiError, invalid, quoted, refuse
+from api.errors import ApiError, quoted, refuse
 from api.http import body
 from api.http.auth import key_of, sent_key
 from api.http.body import idempotency_key
 from api.http.openapi import header
-from api.requests.fields import RESUMES_S, TIERS, ServedFields
+from api.requests.fields import NO_CLASS, RESUMES, TIERS, ClassName, ServedFields
 from api.requests.pool import Pool
 from api.requests.registry import PoolRegistry
 from common.adapters import adapter_name
@@ -27,36 +27,38 @@ from common.api_keys import ApiKey
 from common.broker.keys import RESULT_TTL_MS
 from common.ids import CLIENTS_REQUEST_ID, TENANT
 from common.messages.request import DEFAULT_CLASS, SERVICE_CLASSES, Generate, UsageAccount
-from common.settings.ranges import Range
 from common.settings.settings import Settings
 
-NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,8})")
-NUMBERS = {"minimum": -999_999_999, "maximum": 999_999_999}
 PRIORITY, TENANT_NAME, DEADLINE = "x-priority", "x-tenant", "x-deadline-ms"
+RESUME_HEADER = "x-resume-seconds"
 MAX_DEADLINE_MS = 7 * 86_400_000
-DEADLINES_MS = Range(1, MAX_DEADLINE_MS)
 REQUEST_ID_HEADER = "x-request-id"
-
+TenantName = Annotated[str, Field(pattern=f"^{TENANT.pattern}$")]
+HEADERS: Mapping[str, TypeAdapter[Any]] = {
+    PRIORITY: TypeAdapter(Annotated[int | ClassName, NO_CLASS]),
+    TENANT_NAME: TypeAdapter(TenantName),
+    DEADLINE: TypeAdapter(Annotated[int, Field(ge=1, le=MAX_DEADLINE_MS)]),
+    RESUME_HEADER: TypeAdapter(Annotated[float, Field(**RESUMES)]),
+}
+"""Headers that say how a request is served → what they may be, which /docs shows."""
 SERVICE_HEADERS = [
     header(
         PRIORITY,
         "The class of the request: `interactive` before `standard` (the default) before `batch`. Or vLLM's "
         "number: below 0, 0, above 0.",
-        anyOf=[{"enum": list(SERVICE_CLASSES)}, {"type": "integer", **NUMBERS}],
+        **HEADERS[PRIORITY].json_schema(),
     ),
     header(
         TENANT_NAME,
         "Whose request it is: tenants have fair shares. Default: the tenant of the API key. With another "
         "than an admin's key, it must be that one.",
-        type="string",
-        pattern=f"^{TENANT.pattern}$",
+        **HEADERS[TENANT_NAME].json_schema(),
     ),
     header(
         DEADLINE,
         "The request ends with an error if it is not finished after this many milliseconds. Default, and "
         "the most: REQUEST_TIMEOUT_S.",
-        type="integer",
-        **DEADLINES_MS.schema,
+        **HEADERS[DEADLINE].json_schema(),
     ),
     header(  # quotes around a key do not count
         "Idempotency-Key",
@@ -67,6 +69,16 @@ SERVICE_HEADERS = [
         pattern=r"^[!-~]*[!#-~][!-~]*$",
     ),
 ]
+
+
+def read_header(request: Request, name: str) -> Any:
+    """What one of HEADERS says; None without it. Raises ApiError (422)."""
+    if (given := request.headers.get(name)) is None:
+        return None
+    try:
+        return HEADERS[name].validate_python(given)
+    except ValidationError as error:
+        raise body.schema_error(error, name) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,45 +121,13 @@ class ServiceTerms:
         ]
 
 
-def read_class(value: str | int, name: str) -> str:
-    """The class that a name, or vLLM's number (the lower, the sooner; 0 is in the middle), asks for. Raises
-    ApiError (422).
+def class_of(priority: str | int | None, tier: str | None, default: str = DEFAULT_CLASS) -> str:
+    """The class that is asked for: by its name, or vLLM's number (the lower, the sooner; 0 is in the middle);
+    or else by OpenAI's `service_tier`.
     """
-    if isinstance(value, int):
-        return SERVICE_CLASSES[(value >= 0) + (value > 0)]
-    if value not in SERVICE_CLASSES:
-        classes = ", ".join(SERVICE_CLASSES)
-        raise invalid(
-            f"`{name}` must be one of {classes}, or a whole number (the lower, the sooner). "
-            f"Given: {quoted(value)}"
-        )
-    return value
-
-
-def read_tenant(tenant: str, name: str) -> str:
-    """Raises ApiError (422)."""
-    if not TENANT.fullmatch(tenant):
-        raise invalid(
-            f"`{name}` must be 1 to 64 letters, digits and . _ : @ / + ~ -. Given: {quoted(tenant)}"
-        )
-    return tenant
-
-
-def read_deadline(value: str | int, name: str) -> int:
-    """Milliseconds. Raises ApiError (422)."""
-    text = str(value).strip()
-    if NUMBER.fullmatch(text) is None or not DEADLINES_MS.holds(int(text)):
-        raise invalid(f"`{name}` must be {DEADLINES_MS} milliseconds. Given: {quoted(text)}")
-    return int(text)
-
-
-def chosen_class(priority: str | int | None, tier: str | None, default: str = DEFAULT_CLASS) -> str:
-    """The class that a body asks for: by `priority`, or else by `service_tier`. Raises ApiError (422)."""
-    if tier is not None and tier not in TIERS:
-        tiers = ", ".join(TIERS)
-        raise invalid(f"`service_tier` must be one of {tiers}. Given: {quoted(tier)}")
-    tier_class = default if tier in (None, "auto") else TIERS[tier]
-    return tier_class if priority is None else read_class(priority, "priority")
+    if isinstance(priority, int):
+        return SERVICE_CLASSES[(priority >= 0) + (priority > 0)]
+    return priority or (default if tier in (None, "auto") else TIERS[tier])
 
 
 # --- ids ----------------------------------------------------------------------------------------------------
@@ -177,13 +157,11 @@ def read_service(
     Args:
         priority, service_tier: the fields of the body.
     """
-    given, key = request.headers, key_of(request)
-    own = given.get(PRIORITY)
-    chosen = chosen_class(priority, service_tier, default_class(key))
+    key, own = key_of(request), read_header(request, PRIORITY)
     return ServiceTerms(
-        read_class(int(own) if NUMBER.fullmatch(own) else own, PRIORITY) if own is not None else chosen,
+        class_of(priority if own is None else own, service_tier, default_class(key)),
         tenant_of(request),
-        read_deadline(given[DEADLINE], DEADLINE) if DEADLINE in given else None,
+        read_header(request, DEADLINE),
         key,
     )
 
@@ -192,10 +170,9 @@ def tenant_of(request: Request) -> str:
     """Whose request it is: the tenant that its header names, or else that of its key. Raises ApiError: 422;
     403 if the key is another tenant's.
     """
-    given, key = request.headers.get(TENANT_NAME), key_of(request)
-    named = "" if given is None else read_tenant(given, TENANT_NAME)
-    own = key.tenant if key else ""
-    tenant = checked_tenant(key, named, TENANT_NAME) or own
+    key = key_of(request)
+    named = checked_tenant(key, read_header(request, TENANT_NAME) or "", TENANT_NAME)
+    tenant = named or (key.tenant if key else "")
     _, sent = sent_key(request)
     return tenant or (hashlib.blake2b(sent, digest_size=8).hexdigest() if sent else "")
 
@@ -216,9 +193,6 @@ def default_class(key: ApiKey | None, default: str = DEFAULT_CLASS) -> str:
 # --- life of an answer --------------------------------------------------------------------------------------
 
 
-RESUME_HEADER = "x-resume-seconds"
-
-
 def read_terms(
     request: Request, request_id: str, streamed: bool, resume_s: float | None, detached: bool | None
 ) -> AnswerTerms:
@@ -227,21 +201,15 @@ def read_terms(
     Args:
         resume_s, detached: the fields of the body.
     """
-    given = request.headers.get(RESUME_HEADER)
-    name, seconds = "resume_s" if given is None else RESUME_HEADER, resume_s
+    given = read_header(request, RESUME_HEADER)
+    name, seconds = ("resume_s", resume_s) if given is None else (RESUME_HEADER, given)
     field = "detached" if detached else name
-    if given is not None:
-        try:
-            seconds = float(given)
-        except ValueError:
-            seconds = -1.0  # it is refused as any number that is too low
     refuse(
         (
             None not in (given, resume_s),
             f"give the header `{RESUME_HEADER}` or the field `resume_s`, not both",
             "resume_s",
         ),
-        (seconds is not None and not RESUMES_S.holds(seconds), f"`{name}` must be {RESUMES_S} seconds"),
         (detached and seconds is not None, f"`detached` waits for no client: leave `{name}` out", name),
         (not streamed and (seconds or detached), f"`{field}` needs a stream: only its client can come back"),
     )
@@ -293,9 +261,7 @@ def own_pool(request: Request) -> Pool:
 
 async def read_body(request: Request, shape: type[Shape]) -> Shape:
     """The body of a route that names a model. Raises ApiError."""
-    parsed = await body.read(request, shape, own_pool(request).max_body_bytes)
-    parsed.check()
-    return parsed
+    return await body.read(request, shape, own_pool(request).max_body_bytes)
 
 
 async def pool_for(request: Request, model: str | None = None) -> Pool:

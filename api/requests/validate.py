@@ -20,7 +20,6 @@ from api.prompts.tokenizer import ModelTokenizer
 from common import tracing
 from common.messages.records import group_room, pack_ids
 from common.messages.request import BeamParams, Generate, LogitsParams, SamplingParams, StoppingParams
-from common.settings.ranges import Range
 from common.settings.settings import Settings
 
 MAX_BEAM_WIDTH = 8
@@ -195,10 +194,6 @@ MAX_LOGITS_BYTES = 64 * 2**20
 """Of one answer: the broker and the gateway hold them until it is sent."""
 LOGITS_FIELDS = ("return_context_logits", "return_generation_logits")
 LISTS_OF_IDS = ("stop_ids", "top_p_reset_ids", "allowed_token_ids")
-MAX_LISTED_IDS = 128
-MAX_BIASES, BIASES = 1024, Range(-100, 100)
-MAX_STOP_CHARS = 1000
-MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 128, 200
 
 
 async def validate(
@@ -290,65 +285,29 @@ def check_generates(limits: Limits) -> None:
 
 def check(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -> None:
     """Raises ApiError (422) for parameters that are wrong with any prompt."""
-    check_lists(params, limits, tokenizer)
-    check_items(params)
+    settings, stops = limits.settings, params.stopping.stop
     ids, least = params.sampling.allowed_token_ids, params.stopping.min_new_tokens
-    if ids and params.grammar is not None:
-        words = "and a structured output or forced calls exclude each other"
-        raise invalid_field("allowed_token_ids", words)
     ends = {*params.stopping.stop_ids, *(() if params.stopping.ignore_eos else tokenizer.ending_ids)}
-    if ids and least and ends.issuperset(ids):
-        words = "has no token that may come before `min_new_tokens`"
-        raise invalid_field("allowed_token_ids", words)
-    for name in ("prompt_logprobs", "return_context_logits"):
-        given = params.value(name)
-        if tokenizer.starting_ids and given is not None and given is not False:  # its encoder predicts none
-            raise invalid_field(name, "is not served with an encoder-decoder model")
-    most = limits.settings.max_top_n_tokens
-    for name in ("top_n_tokens", "prompt_logprobs"):
-        if (number := params.value(name) or 0) > most:
-            raise invalid_field(name, f"must be at most {most}. Given: {quoted(number)}")
-    check_beams(params, limits)
-    check_ranks(params, limits)
-
-
-# --- parameters ---------------------------------------------------------------------------------------------
-
-
-def check_lists(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -> None:
-    """How many items a list may have, and what token ids it may name."""
-    most = {
-        "stop": (limits.settings.max_stop_sequences, "stop sequences"),
-        "stop_ids": (MAX_LISTED_IDS, "token ids"),
-        "top_p_reset_ids": (MAX_LISTED_IDS, "token ids"),
-        "logit_bias": (MAX_BIASES, "token ids"),
-        "bad_words": (MAX_BAD_WORDS, "words"),
-        "allowed_token_ids": (tokenizer.size, "token ids"),
-    }
-    for name, (number, what) in most.items():
-        if (given := len(params.value(name))) > number:
-            raise invalid_field(name, f"supports up to {number} {what}. Given: {given}")
+    most = settings.max_stop_sequences
+    refuse((len(stops) > most, f"`stop` supports up to {most} stop sequences. Given: {len(stops)}"))
     for name in LISTS_OF_IDS:
         check_ids(name, params.value(name), tokenizer)
-    biased = [token_id for token_id, _ in params.sampling.logit_bias]
-    check_ids("logit_bias", biased, tokenizer)
-
-
-def check_items(params: GenerationParams) -> None:
-    """Stop strings, biases and bad words, one by one."""
-    stops = params.stopping.stop
-    if "" in stops:
-        raise invalid_field("stop", "must not have an empty stop sequence")
-    if (longest := max(map(len, stops), default=0)) > MAX_STOP_CHARS:
-        words = f"must have stop sequences of at most {MAX_STOP_CHARS} characters. Given: {longest}"
-        raise invalid_field("stop", words)
-    for _, value in params.sampling.logit_bias:
-        if not BIASES.holds(value):
-            raise invalid_field("logit_bias", f"must have values of {BIASES}. Given: {quoted(value)}")
-    for word in params.bad_words:
-        if not 0 < len(word.strip()) <= len(word) <= MAX_BAD_WORD_CHARS:
-            words = f"must have words of 1 to {MAX_BAD_WORD_CHARS} characters. Given: {len(word.strip())}"
-            raise invalid_field("bad_words", words)
+    check_ids("logit_bias", [token_id for token_id, _ in params.sampling.logit_bias], tokenizer)
+    no_grammar = "`allowed_token_ids` and a structured output or forced calls exclude each other"
+    no_token = "`allowed_token_ids` has no token that may come before `min_new_tokens`"
+    refuse(
+        (ids and params.grammar is not None, no_grammar),
+        (ids and least and ends.issuperset(ids), no_token),
+    )
+    for name in ("prompt_logprobs", "return_context_logits") if tokenizer.starting_ids else ():
+        if params.value(name) is not None and params.value(name) is not False:  # its encoder predicts none
+            raise invalid(f"`{name}` is not served with an encoder-decoder model")
+    most = settings.max_top_n_tokens
+    for name in ("top_n_tokens", "prompt_logprobs"):
+        given = params.value(name) or 0
+        refuse((given > most, f"`{name}` must be at most {most}. Given: {quoted(given)}"))
+    check_beams(params, limits)
+    check_ranks(params, limits)
 
 
 # --- prompt and lengths -------------------------------------------------------------------------------------
@@ -369,9 +328,8 @@ async def encode_prompt(params: GenerationParams, limits: Limits, tokenizer: Mod
     """The prompt's token ids; the last `truncate` ones where that is given. Raises ApiError."""
     field = "prompt" if params.prompt_ids is None else "prompt_ids"
     if params.truncate is not None and params.truncate > limits.max_input_tokens:
-        raise invalid_field(
-            "truncate", f"must be at most {limits.max_input_tokens}. Given: {quoted(params.truncate)}"
-        )
+        words = f"must be at most {limits.max_input_tokens}. Given: {quoted(params.truncate)}"
+        raise invalid(f"`truncate` {words}")
     if params.prompt_ids is not None:
         ids = params.prompt_ids
     elif params.prompt is not None and params.prompt.guarded:
@@ -381,10 +339,10 @@ async def encode_prompt(params: GenerationParams, limits: Limits, tokenizer: Mod
                 raise too_many_tokens(field, f"at least {num_tokens}", limits)
         ids = await tokenizer.encode_prompt(params.prompt, params.add_special_tokens)
     else:
-        raise invalid_field(field, "cannot be empty")
+        raise invalid(f"`{field}` cannot be empty")
     ids = ids[-(params.truncate or 0) :]
     if not ids:
-        raise invalid_field(field, "has no tokens")
+        raise invalid(f"`{field}` has no tokens")
     ids = [*ids, *tokenizer.starting_ids]
     if len(ids) > limits.max_input_tokens:
         raise too_many_tokens(field, str(len(ids)), limits)
@@ -416,7 +374,7 @@ def max_new_tokens(params: GenerationParams, num_prompt_tokens: int, limits: Lim
         )
     most = most or min(room, max(1, most_of_beams(params, num_prompt_tokens, limits)))
     if least > most:
-        raise invalid_field("min_new_tokens", f"must be at most {most}. Given: {quoted(least)}")
+        raise invalid(f"`min_new_tokens` must be at most {most}. Given: {quoted(least)}")
     return most
 
 
@@ -426,14 +384,6 @@ def check_ids(field: str, ids: Collection[int], tokenizer: ModelTokenizer) -> No
         if not 0 <= token_id < tokenizer.size:
             words = f"must have token ids of at least 0 and below {tokenizer.size}"
             raise invalid(f"`{field}` {words}. Given: {quoted(token_id)}")
-
-
-# --- errors -------------------------------------------------------------------------------------------------
-
-
-def invalid_field(field: str, words: str) -> ApiError:
-    """`words` continue a sentence that begins with the field's name."""
-    return invalid(f"`{field}` {words}")
 
 
 # --- logits -------------------------------------------------------------------------------------------------
@@ -496,17 +446,15 @@ def check_beams(params: GenerationParams, limits: Limits) -> None:
         ("num_returned", beams.num_returned, beams.width, " (the beam width)"),
     )
     for name, value, top, why in numbers:
-        if not 1 <= value <= top:
-            words = f"must be at least 1 and at most {top}{why}. Given: {quoted(value)}"
-            raise invalid_field(name, words)
-    if beams.early_stopping < 0:
-        raise invalid_field("early_stopping", f"must be at least 0. Given: {beams.early_stopping}")
+        words = f"must be at least 1 and at most {top}{why}. Given: {quoted(value)}"
+        refuse((not 1 <= value <= top, f"`{name}` {words}"))
+    refuse((beams.early_stopping < 0, f"`early_stopping` must be at least 0. Given: {beams.early_stopping}"))
     is_greedy = params.sampling.temperature < GREEDY_BELOW
     drawn = [name for name in switched_on(params) if name != "temperature" or not is_greedy]
     given = [name for name, (neutral, _) in BESIDE_BEAMS.items() if params.value(name) != neutral]
     for name in given + drawn:
         _, why = BESIDE_BEAMS.get(name, BESIDE_BEAMS["do_sample"])
-        raise invalid_field(name, f"and a beam search exclude each other: {why}")
+        raise invalid(f"`{name}` and a beam search exclude each other: {why}")
 
 
 def check_ranks(params: GenerationParams, limits: Limits) -> None:
@@ -552,8 +500,8 @@ def searched_beams(
     if most < 1:
         widest = limits.num_blocks - num_prompt // limits.block_size
         words = f"must be at most {widest} with this prompt: {why}. Given: {beams.width}"
-        raise invalid_field("beam_width", words)
+        raise invalid(f"`beam_width` {words}")
     if num_new > most:
         words = f"must be at most {most} with this prompt and `beam_width`: {why}. Given: {num_new}"
-        raise invalid_field("max_new_tokens", words)
+        raise invalid(f"`max_new_tokens` {words}")
     return beams

@@ -1,67 +1,65 @@
-"""Ranges of numbers: of the parameters of /v1 that have defaults, in a model's generation_config.json and in
-OVERRIDE_GENERATION_CONFIG, and of the numbers in settings that are JSON objects.
+"""Numbers in ranges, which pydantic checks and /docs shows: the sampling parameters that have defaults, in a
+model's generation_config.json and in OVERRIDE_GENERATION_CONFIG; and settings that are JSON objects.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from common.settings.fields import SettingError, first_error
 
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """Numbers from `least` (with `above`: greater than `least`) to `most`, or without an upper bound, but not
-    `hole`; `is_whole`: whole ones, where more than the range itself is checked.
-    """
-
-    least: float
-    most: float | None = None
-    above: bool = False
-    is_whole: bool = False
-    hole: float | None = None
-
-    def holds(self, value: float) -> bool:
-        """Whether a value lies in the range; NaN lies in none."""
-        enough = value > self.least if self.above else value >= self.least
-        return enough and value != self.hole and (self.most is None or value <= self.most)
-
-    def __str__(self) -> str:
-        low = f"{'above' if self.above else 'at least'} {self.least}"
-        most = "" if self.most is None else f" and at most {self.most}"
-        return f"{low}{most}{'' if self.hole is None else f' and not {self.hole}'}"
-
-    @property
-    def schema(self) -> dict[str, Any]:
-        """The range as JSON Schema; its bounds do not concern null."""
-        low = {"exclusiveMinimum" if self.above else "minimum": self.least}
-        most = {} if self.most is None else {"maximum": self.most}
-        return low | most | ({} if self.hole is None else {"not": {"const": self.hole}})
-
-
-RANGES = {
-    "temperature": Range(0, 100),
-    "top_k": Range(-1, is_whole=True),
-    "top_p": Range(0, 1),
-    "min_p": Range(0, 1),
-    "repetition_penalty": Range(0, 100, above=True),
-    "max_new_tokens": Range(1, is_whole=True),
-}
-"""Of the values of a generation_config.json that vLLM takes where a request says nothing."""
-
-
-def to_type(limits: Range) -> Any:
-    """The range as a type of pydantic's."""
-    low: Any = {"gt" if limits.above else "ge": limits.least}
-    kind: Any = int if limits.is_whole else float
-    return Annotated[kind, Field(**low, le=limits.most, allow_inf_nan=False)] | None
-
-
-FIELDS: Any = {name: (to_type(limits), None) for name, limits in RANGES.items()}
-DEFAULTS: Any = create_model("Defaults", __config__=ConfigDict(extra="forbid", strict=True), **FIELDS)
 Model = TypeVar("Model", bound=BaseModel)
+
+
+def to_whole(number: Any) -> Any:
+    """A number without a fraction as an int, as in JSON Schema: 2.0 is 2. No text or truth value is one."""
+    return int(number) if isinstance(number, float) and number.is_integer() else number
+
+
+def least(value: int, description: str, most: int | None = None, default: Any = None) -> Any:
+    """A field of a whole number from `value` to `most`, by default optional."""
+    field = Field(default=default, description=description, ge=value, le=most)
+    field.metadata.append(BeforeValidator(to_whole))
+    return field
+
+
+class SamplingDefaults(BaseModel):
+    """Sampling parameters that vLLM takes of a generation_config.json where a request says nothing."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    temperature: float | None = Field(
+        default=None,
+        ge=0,
+        le=100,
+        description="Default: 1. With 0, the most likely token is taken (greedy decoding).",
+    )
+    top_k: int | None = least(-1, "Sample from this many of the most likely tokens. 0 and -1 mean all.")
+    top_p: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="Sample from the most likely tokens whose probabilities add up to this.",
+    )
+    min_p: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="Sample from tokens that are at least this likely relative to the most likely one.",
+    )
+    repetition_penalty: float | None = Field(
+        default=None,
+        gt=0,
+        le=100,
+        description="Penalty for tokens that the prompt or the text has already. 1 means none.",
+    )
+
+
+class Defaults(SamplingDefaults, extra="forbid"):
+    """All values of a generation_config.json that count."""
+
+    max_new_tokens: int | None = least(1, "The most tokens of an answer.")
 
 
 def read_object(setting: str, given: str | Mapping[str, Any], kind: type[Model]) -> Model:
@@ -73,6 +71,5 @@ def read_object(setting: str, given: str | Mapping[str, Any], kind: type[Model])
 
 
 def read_defaults(setting: str, given: str | Mapping[str, Any]) -> dict[str, float]:
-    """The values of RANGES in an object. Raises SettingError."""
-    found: BaseModel = read_object(setting, given, DEFAULTS)
-    return found.model_dump(exclude_none=True)
+    """The values of `Defaults` in an object. Raises SettingError."""
+    return read_object(setting, given, Defaults).model_dump(exclude_none=True)

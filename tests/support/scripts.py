@@ -13,6 +13,7 @@ from common.broker import heartbeat
 from common.broker.committed import Committed
 from common.broker.keys import Keys
 from common.broker.lua import run_script
+from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.events import Events, Terminal, Tokens
 from common.messages.plan import NewRow, Plan
@@ -67,7 +68,7 @@ async def dequeue(redis: Redis, request_id: str, entry_id: str) -> bool:
 
 
 async def cancel(redis: Redis, request_id: str, reader: int | None = None) -> bool:
-    return await run_script(redis, request_scripts.cancel(KEYS, request_id, reader=reader))
+    return await request_scripts.cancel_request(PoolClient(redis, KEYS), request_id, reader)
 
 
 async def forget(redis: Redis, request_id: str, reader: int) -> bool:

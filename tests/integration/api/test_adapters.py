@@ -333,7 +333,7 @@ async def wait_until_queued(worker: AdapterWorker) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"lora_name": "a b"}, {}, "`lora_name` must be 1 to 128 letters"),
+    ({"lora_name": "a b"}, {}, "`lora_name`: String should match"),
     ({"lora_name": "smollm2"}, {}, "`lora_name`: 'smollm2' is the name of a model"),
     ({"lora_name": "tgi"}, {}, "'tgi' is the name of a model"),
     ({"lora_path": "/nowhere"}, {}, "`lora_path`: there is no folder /nowhere"),

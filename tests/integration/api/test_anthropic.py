@@ -292,7 +292,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"output_config": {"format": {"type": "regex"}}},
         "`output_config.format.type` must be one of json_schema",
     ),
-    ({"service_tier": "gold"}, "`service_tier` must be one of"),
+    ({"service_tier": "gold"}, "`service_tier`: "),
 ]
 
 

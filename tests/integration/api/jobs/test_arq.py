@@ -79,7 +79,7 @@ def nested_lists(depth: int) -> list[Any]:
 
 INVALID: list[tuple[Any, dict[str, Any], str]] = [
     (("generate", ""), {}, "`inputs` cannot be empty"),
-    (("generate", "a", {"top_p": 7}), {}, "`top_p`"),
+    (("generate", "a", {"top_p": 7}), {}, "top_p`: Input"),
     (("generate", "a"), {"_job_id": "a b"}, "`id`"),
     (("generate",), {}, "either `inputs` or `messages` must be given"),
     (("chat",), {}, "either `inputs` or `messages` must be given"),

@@ -174,7 +174,7 @@ async def test_a_job_is_of_the_class_batch_unless_it_says_otherwise(
         await service.submit(id="chat", **chat, parameters={"service_tier": "default"})
         await service.result("chat")
         await service.submit(id="wrong", inputs="Count.", priority="urgent")
-        assert "`priority` must be one of" in (await service.result("wrong"))["error"]
+        assert "`priority`: Input should be one of" in (await service.result("wrong"))["error"]
     assert [(one.class_name, one.tenant) for one in worker.seen] == [
         ("batch", ""),
         ("interactive", "acme"),
@@ -426,7 +426,7 @@ async def test_two_gateways_with_one_job_send_each_frame_once(
     silent = Gateway(Settings(redis_url=broker.url, **SETTINGS, worker_ttl_s=0.3), "g0", model_tokenizer())
     life = [asyncio.create_task(loop) for loop in (silent.pool.relay.run(), silent.job_consumer.run())]
     await silent.pool.workers.refresh()
-    await silent.keys.refresh(silent.pool.client)
+    await silent.keys.refresh()
     await service.submit(id="a", inputs="Count.", reply_to="ext:me", reply="stream")
     await wait_until(lambda: received)
     async with running_gateway(broker.url, "g1", worker_ttl_s=0.3) as other:

@@ -113,7 +113,7 @@ async def test_a_faulty_job_is_answered_before_its_time(
     faulty = {"inputs": "a", "parameters": {"top_p": 7}}
     async with running_gateway(broker.url):
         answer = await service.result(await service.submit(**faulty, not_before=time.time() + 3600))
-    assert "`top_p`" in answer["error"]
+    assert "top_p`: Input" in answer["error"]
 
 
 async def test_a_scheduled_job_is_refused_where_too_many_wait(
