@@ -10,7 +10,8 @@ import numpy.typing as npt
 import torch
 
 from gpu_worker.engine.attention.backend import AttentionBackend, Geometry
-from gpu_worker.engine.batch.inputs import Inputs, Span, offsets_of
+from gpu_worker.engine.batch.inputs import Inputs, RowTable
+from gpu_worker.engine.batch.sampling_state import Int64
 from gpu_worker.engine.cpu import native
 
 TILE_TOKENS = 32
@@ -58,21 +59,12 @@ class CpuPagedBackend(AttentionBackend):
 
     def prepare_forward(self, inputs: Inputs) -> None:
         """Set the step that runs."""
-        widths = [span.blocks.shape[1] for span in inputs.spans]
-        starts = offsets_of(span.blocks.size for span in inputs.spans)
-        tiles = np.concatenate(
-            [
-                tiles_of(span, start, width)
-                for span, start, width in zip(inputs.spans, starts, widths, strict=False)
-            ]
-        )
-        threads = torch.get_num_threads()
-        parts = split_tiles(tiles, threads).astype(np.int32)
-        tables = np.concatenate([span.blocks.ravel() for span in inputs.spans]).astype(np.int32)
-        self.step_arrays = (inputs.slots, parts, tables)
+        rows, threads = inputs.rows, torch.get_num_threads()
+        parts = split_tiles(tiles_of(rows), threads).astype(np.int32)
+        self.step_arrays = (rows.slots, parts, rows.blocks)
         pointers = (array.ctypes.data for array in self.step_arrays)
         num_parts = int((parts[:, 6] > 1).sum())
-        counts = (threads, len(inputs.slots), len(parts), self.block_size, num_parts)
+        counts = (threads, len(rows.slots), len(parts), self.block_size, num_parts)
         adapters = self.adapters.address if self.adapters else None
         self.step = byref(native.structs["Step"](*counts, *pointers, adapters))
 
@@ -145,30 +137,24 @@ def pages_of(module: Any) -> ctypes.Structure:
     )
 
 
-def tiles_of(span: Span, start: int, width: int) -> npt.NDArray[np.int64]:
-    """→ int64 [tiles, 5], the first fields of a Tile in kernels/structs.h; a row's blocks begin at a multiple
-    of `width` after `start` in the tables. A row and its proposals are one tile, which reads its blocks as
-    the last of them has them: tokens that see each other's K are never in tiles of one token only.
+def tiles_of(rows: RowTable) -> Int64:
+    """→ int64 [tiles, 5], the first fields of a Tile in kernels/structs.h. A row that decodes and its
+    proposals are one tile: tokens that see each other's K are never in tiles of one token only.
     """
-    if span.count == 1:
-        last = np.cumsum(span.shares) - 1
-        first = last - span.shares + 1
-        tables = start + last * width
-        fields = span.begin + first, span.shares, span.lengths[first] - 1, tables, np.zeros_like(first)
-        return np.stack(fields, 1)
-    position = int(span.lengths[0]) - span.count
-    parts = [
-        tiles_between(begin - position, end - position, seen)
-        for begin, end, seen in pieces_of(position, position + span.count, span.pictures)
-    ]
-    offsets, counts, seen = np.concatenate(parts, 1) if len(parts) > 1 else parts[0]
-    return np.stack((span.begin + offsets, counts, position + offsets, np.full_like(offsets, start), seen), 1)
-
-
-def tiles_between(begin: int, end: int, seen: int) -> npt.NDArray[np.int64]:
-    """→ int64 [3, tiles]: offsets of tiles, how many tokens they have, and `seen`"""
-    offsets = np.arange(begin, end, TILE_TOKENS)
-    return np.stack((offsets, np.minimum(TILE_TOKENS, end - offsets), np.full_like(offsets, seen)))
+    whole = np.stack(
+        (rows.begins[:-1], rows.counts, rows.lengths - rows.counts, rows.starts[:-1], 0 * rows.counts), 1
+    )
+    tiles = [whole[: rows.num_decoding]]
+    for row, (token, count, position, table, _) in enumerate(
+        whole[rows.num_decoding :].tolist(), len(tiles[0])
+    ):
+        for begin, end, seen in pieces_of(position, position + count, rows.pictures.get(row, ())):
+            places = np.arange(begin, end, TILE_TOKENS)
+            same = np.full((2, len(places)), [[table], [seen]])
+            tiles.append(
+                np.stack((token + places - position, np.minimum(TILE_TOKENS, end - places), places, *same), 1)
+            )
+    return np.concatenate(tiles)
 
 
 def pieces_of(begin: int, end: int, pictures: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
@@ -185,7 +171,7 @@ def pieces_of(begin: int, end: int, pictures: Sequence[tuple[int, int]]) -> Iter
         yield begin, end, 0
 
 
-def split_tiles(tiles: npt.NDArray[np.int64], threads: int) -> npt.NDArray[np.int64]:
+def split_tiles(tiles: Int64, threads: int) -> Int64:
     """Order tiles [tiles, 5] by their work, most first, and split large ones, so that threads end together
     → int64 [tiles and parts, 7] as in kernels/structs.h.
     """

@@ -35,7 +35,8 @@ from gpu_worker.engine.attention.flashinfer_support import (
     with_padded_heads,
     workspace_bytes,
 )
-from gpu_worker.engine.batch.inputs import Inputs, Span, offsets_of, pinned, to_device
+from gpu_worker.engine.batch.inputs import Inputs, RowTable, offsets_of, pinned, to_device
+from gpu_worker.engine.batch.sampling_state import Int64
 from gpu_worker.engine.batch.step_result import Int32
 
 OWN_PARTS = 4
@@ -150,13 +151,13 @@ class PlanInputs(NamedTuple):
         )
 
 
-def plan_inputs(spans: Sequence[Span], block_size: int, device: torch.device) -> PlanInputs:
-    """What a plan for the rows of these spans needs."""
-    counts = np.concatenate([np.full(len(span.lengths), span.count) for span in spans])
-    lengths = np.concatenate([span.lengths for span in spans])
+def plan_inputs(
+    counts: Int64, lengths: Int64, blocks: Int32, block_size: int, device: torch.device
+) -> PlanInputs:
+    """What a plan for rows needs, int64 [rows]: their tokens in this step, and in the cache; blocks int32
+    [blocks] of all rows.
+    """
     held = -(-lengths // block_size)
-    places = (np.arange(span.blocks.shape[1]) * block_size < span.lengths[:, None] for span in spans)
-    blocks = np.concatenate([span.blocks[own] for span, own in zip(spans, places, strict=True)])
     on_host = offsets_of(counts), offsets_of(held), lengths - (held - 1) * block_size, lengths
     query_ends, block_ends, last_lengths, kv_lens = (pinned(own, device, torch.int32) for own in on_host)
     on_device = to_device(blocks, device, torch.int32)
@@ -172,15 +173,6 @@ def empty_inputs(
         for size in (rows + 1, rows + 1, rows, rows, num_blocks)
     )
     return PlanInputs(query_ends, block_ends, last_lengths, lengths, blocks, 1, schedules)
-
-
-def table_of(spans: Sequence[Span]) -> tuple[Int32, Int32]:
-    """→ blocks int32 [rows, blocks], lengths int32 [rows]"""
-    width = max((span.blocks.shape[1] for span in spans), default=1)
-    tables = [np.pad(span.blocks, ((0, 0), (0, width - span.blocks.shape[1]))) for span in spans]
-    lengths = [span.lengths for span in spans]
-    table = np.concatenate([np.zeros((0, width)), *tables])
-    return table.astype(np.int32), np.concatenate([np.zeros(0), *lengths]).astype(np.int32)
 
 
 LOG2_E = 1.4426950408889634
@@ -392,16 +384,17 @@ class Plans:
         kind: type[PagePlan | LatentPlan] = LatentPlan if view.spec.latent else PagePlan
         return kind(self.geometry, view, *self.fixed, buffers)
 
-    def plan(self, spans: Sequence[Span], first: int) -> None:
-        """Plan the rows from span `first` on; in views that are `planned` all rows."""
+    def plan(self, rows: RowTable, first: int) -> None:
+        """Plan the rows from `first` on; in views that are `planned` all rows."""
         self.turns.reverse()
         self.current, uploads = self.turns[0]
         with uploads:
-            for is_planned, part in ((True, spans), (False, spans[first:])):
+            for is_planned, begin in ((True, 0), (False, first)):
                 views = zip(self.current, self.planned, strict=True)
                 plans = [plan for plan, own in views if own == is_planned]
-                if plans and part:
-                    inputs = plan_inputs(part, self.geometry.block_size, self.device)
+                if plans and begin < len(rows.counts):
+                    parts = rows.counts[begin:], rows.lengths[begin:], rows.blocks[rows.starts[begin] :]
+                    inputs = plan_inputs(*parts, self.geometry.block_size, self.device)
                     for plan in plans:
                         plan.plan(inputs)
 
@@ -414,9 +407,9 @@ class Plans:
                 self.make(view, buffers) if is_planned else None
                 for view, is_planned in zip(self.geometry.views, self.planned, strict=True)
             ]
-        lengths = positions.astype(np.int64) + 1
-        span = Span(0, 1, lengths, table.astype(np.int64), np.ones_like(lengths))
-        inputs = plan_inputs([span], self.geometry.block_size, self.device)
+        block_size, lengths = self.geometry.block_size, positions.astype(np.int64) + 1
+        blocks = table[np.arange(table.shape[1]) * block_size < lengths[:, None]]
+        inputs = plan_inputs(np.ones_like(lengths), lengths, blocks, block_size, self.device)
         with self.uploads:
             for plan in self.captured[rows]:
                 if plan:
@@ -493,18 +486,22 @@ class FlashInferBackend(AttentionBackend):
         return max(sizes, default=0) + ALIGNMENT
 
     def prepare_forward(self, inputs: Inputs) -> None:
-        first = next((place for place, span in enumerate(inputs.spans) if span.count > 1), len(inputs.spans))
-        table, lengths = table_of(inputs.spans[:first])
+        rows, first = inputs.rows, inputs.rows.num_decoding
+        while first < len(rows.counts) and rows.counts[first] == 1:
+            first += 1  # a token of a prompt is computed as a row that decodes
+        lengths = rows.positions[: rows.begins[first]] + 1
+        width = -(-int(lengths.max(initial=1)) // self.block_size)
+        table = rows.blocks_of(rows.owners(0, first), 0, width)
         self.step = FlashInferStep(
-            to_device(inputs.slots, self.device),
-            to_device(table, self.device),
-            to_device(lengths, self.device),
+            to_device(rows.slots, self.device),
+            to_device(table, self.device, torch.int32),
+            to_device(lengths, self.device, torch.int32),
             self.splits_rows(lengths),
         )
         self.decoders = [None] * len(self.views)
-        self.plans.plan(inputs.spans, first)
+        self.plans.plan(rows, first)
 
-    def splits_rows(self, lengths: Int32) -> bool:
+    def splits_rows(self, lengths: Int32 | Int64) -> bool:
         shape = (self.split_heads, self.split_processors)
         return bool(self.split_heads and len(lengths) and splits_rows(lengths, *shape))
 

@@ -25,11 +25,15 @@ from gpu_worker.engine.attention.backend import (
     raw,
     to_kv,
 )
-from gpu_worker.engine.batch.inputs import Inputs, Span, to_device
+from gpu_worker.engine.batch.inputs import Inputs, RowTable, to_device
+from gpu_worker.engine.batch.sampling_state import Int64
 
 TILE_QUERIES = 128
 """Queries of a prompt that attend at once: their scores stay within the processor's caches."""
-Int64 = npt.NDArray[np.int64]
+MAX_PADDING = 512
+"""Rows that decode are padded to the longest of their tile: at most to twice their own length, or by this
+number of tokens.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,32 +82,21 @@ class SdpaBackend(AttentionBackend):
 
     def prepare_forward(self, inputs: Inputs) -> None:
         self.groups = [(len([*same]), length) for length, same in groupby(one.count for one in inputs.slices)]
-        self.prepared = {spec: self.prepare(spec, inputs) for spec in self.specs}
+        self.prepared = {spec: self.prepare(spec, inputs.rows) for spec in self.specs}
 
-    def prepare(self, spec: AttentionSpec, inputs: Inputs) -> PreparedStep:
-        blocks, offsets = np.divmod(inputs.slots, self.block_size)
+    def prepare(self, spec: AttentionSpec, rows: RowTable) -> PreparedStep:
+        blocks, offsets = np.divmod(rows.slots, self.block_size)
         slots = (blocks * spec.kv_heads + np.arange(spec.kv_heads)[:, None]) * self.block_size + offsets
-        return self.tensor(slots.reshape(-1)), [
-            tile for span in inputs.spans for tile in self.tiles(spec, span)
-        ]
+        return self.tensor(slots.reshape(-1)), [self.tile(spec, rows, *part) for part in parts_of(rows)]
 
-    def tiles(self, spec: AttentionSpec, span: Span) -> Iterator[Tile]:
-        """Yield the tiles of a span, which has one row or one query a row."""
-        queries = span.lengths[:, None] - span.count + np.arange(span.count)
-        hidden, last = seen_keys(spec, span, queries)
-        for begin in range(0, span.count, TILE_QUERIES):
-            part = slice(begin, begin + TILE_QUERIES)
-            yield self.tile(spec, span, span.begin + begin, queries[:, part], hidden[:, part], last[:, part])
-
-    def tile(
-        self, spec: AttentionSpec, span: Span, begin: int, queries: Int64, hidden: Int64, last: Int64
-    ) -> Tile:
-        """queries int64 [rows, queries]: positions; of each the last key before those that it sees, and the
-        last that it sees
+    def tile(self, spec: AttentionSpec, table: RowTable, begin: int, owners: Int64, queries: Int64) -> Tile:
+        """queries int64 [rows, queries]: positions, the first of which is that of the step's token `begin`;
+        owners int64 [rows]: their rows in the table.
         """
         size, rows = self.block_size, len(queries)
+        hidden, last = seen_keys(spec, table, owners, queries)
         first = (hidden.min(1) + 1) // size
-        blocks = shifted(span.blocks, first, int((last.max(1) // size - first).max()) + 1)
+        blocks = table.blocks_of(owners, first, int((last.max(1) // size - first).max()) + 1)
         positions = (np.arange(blocks.shape[1] * size) + first[:, None] * size)[:, None]
         is_hidden = (positions > last[..., None]) | (positions <= hidden[..., None])
         is_hidden = is_hidden.repeat(spec.kv_heads if rows > 1 else 1, axis=0)
@@ -224,16 +217,35 @@ def falls_of(spec: AttentionSpec, distances: Int64) -> npt.NDArray[np.float32]:
     return falls.reshape(len(distances) * spec.kv_heads, -1, distances.shape[-1])
 
 
-def seen_keys(spec: AttentionSpec, span: Span, queries: Int64) -> tuple[Int64, Int64]:
+def parts_of(rows: RowTable) -> Iterator[tuple[int, Int64, Int64]]:
+    """Yield what each tile has: where its tokens begin in the step, their rows int64 [n] and positions int64
+    [n, queries]. Rows that decode are together if they are of about one length; a proposal is a row of its
+    own.
+    """
+    first, num = 0, rows.num_decoding
+    while first < num:
+        longest, own = rows.lengths[first], rows.lengths[first:num]
+        differs = (own > longest) | (own < min(-(-longest // 2), longest - MAX_PADDING))
+        last = first + int(differs.argmax()) if differs.any() else num
+        begin, end = rows.begins[[first, last]].tolist()
+        yield begin, rows.owners(first, last), rows.positions[begin:end, None]
+        first = last
+    for row in range(num, len(rows.lengths)):
+        start, end = rows.begins[row : row + 2].tolist()
+        for begin in range(start, end, TILE_QUERIES):
+            yield begin, np.array([row]), rows.positions[None, begin : min(end, begin + TILE_QUERIES)]
+
+
+def seen_keys(spec: AttentionSpec, rows: RowTable, owners: Int64, queries: Int64) -> tuple[Int64, Int64]:
     """The last key before those that each query sees, and the last that it sees, its own or its picture's:
     int64 [rows, queries], as the queries' positions. A row of which nothing is encoded sees one key: a sum
     needs one.
     """
-    encoded = np.zeros_like(queries) if span.encoded is None else span.encoded[:, None] + 0 * queries
+    encoded = np.zeros_like(queries) if rows.encoded is None else rows.encoded[owners, None] + 0 * queries
     if spec.sees == ENCODED:
         return np.full_like(queries, -1), np.maximum(0, encoded - 1)
     last = queries.copy()
-    for first, end in span.pictures:
+    for first, end in rows.pictures.get(int(owners[0]), ()):
         last[(first <= queries) & (queries < end)] = end - 1
     return np.maximum(encoded - 1, queries - spec.window if spec.window else -1), last
 
@@ -244,13 +256,6 @@ def biases_of(table: npt.NDArray[np.float32], distances: Int64) -> npt.NDArray[n
     """
     found = table[:, distances.clip(0, table.shape[1] - 1)]
     return found.swapaxes(0, 1).reshape(-1, *distances.shape[1:])
-
-
-def shifted(blocks: Int64, first: Int64, width: int) -> Int64:
-    """Block numbers of each line, `width` from `first` on; scratch block 0 beyond its end."""
-    index = first[:, None] + np.arange(width)
-    found = np.take_along_axis(blocks, np.minimum(index, blocks.shape[1] - 1), axis=1)
-    return np.where(index < blocks.shape[1], found, 0)
 
 
 def queries_of(query: torch.Tensor, tile: Tile, kv_heads: int) -> torch.Tensor:

@@ -11,7 +11,6 @@ To the batcher a group is one row. It has `leader`'s number, and its blocks are 
 
 import math
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -231,63 +230,39 @@ class Copies(StepPart):
         return slices
 
 
+@dataclass(slots=True)
 class BeamBlocks:
     """The blocks of a group behind the full blocks of its prompt. Beams share what they have in common: a
     full block is shared, the last one is copied while it has room.
 
     `num_group_blocks` blocks always suffice. At most `width` beams have tables, of equal length, so with
-    nothing shared they hold that many. `fork` first drops the tables of beams that no child continues. Of
-    each beam that is continued the first child takes the table as it is, every other child one more block. So
-    at each moment the tables are those of at most `width` children, and the block that a child takes is one
-    of its own. Sources of copies are blocks of first children, targets were free: no block is both.
+    nothing shared they hold that many. What no continued beam has is free. Of each beam that is continued the
+    first child takes the table as it is, every other child one more block. Sources of copies are blocks of
+    first children, targets were free: no block is both.
 
     Attributes:
-        free: blocks that no beam has.
         tables: blocks of each beam, in order.
-        uses: block → number of tables that have it.
+        granted: blocks that they may have.
     """
 
-    def __init__(self, table: Sequence[int], free: Sequence[int]) -> None:
-        self.tables = [list(table)]
-        self.free = list(free)
-        self.uses = Counter(table)
+    tables: list[list[int]]
+    granted: list[int]
 
     def fork(self, parents: Sequence[int], is_full: bool) -> list[Copy]:
         """Give the next beams the tables of their `parents` → the blocks to copy. `is_full`: the last block
-        of each table is full.
+        of each table is full, and each gets one more.
         """
+        tables = [[*self.tables[parent]] for parent in parents]
+        free = set(self.granted).difference(*tables)
         copies: list[Copy] = []
-        for parent in set(range(len(self.tables))).difference(parents):
-            self.drop(self.tables[parent])
-        tables, continued = [], set[int]()
-        for parent in parents:
-            table = self.tables[parent]
-            if parent in continued:
-                table = self.share(table) if is_full else self.share(table[:-1])
-                if not is_full:
-                    copies.append((self.tables[parent][-1], self.append(table)))
-            continued.add(parent)
-            tables.append(table)
+        for number, table in enumerate(tables):
+            if is_full:
+                table.append(free.pop())
+            elif parents[number] in parents[:number]:
+                copies.append((table[-1], free.pop()))
+                table[-1] = copies[-1][1]
         self.tables = tables
         return copies
-
-    def share(self, table: list[int]) -> list[int]:
-        self.uses.update(table)
-        return list(table)
-
-    def drop(self, table: list[int]) -> None:
-        for block in table:
-            self.uses[block] -= 1
-            if not self.uses[block]:
-                del self.uses[block]
-                self.free.append(block)
-
-    def append(self, table: list[int]) -> int:
-        """Append a free block to a table → this block."""
-        block = self.free.pop()
-        table.append(block)
-        self.uses[block] = 1
-        return block
 
 
 @dataclass(slots=True, eq=False)
@@ -327,7 +302,7 @@ class BeamGroup(RowOutput):
 
     def extend(self, blocks: Int32) -> None:
         if self.blocks:
-            self.blocks.free += blocks.tolist()
+            self.blocks.granted += blocks.tolist()
 
     def num_in_flight(self, row: Row) -> int:
         return self.leader.in_flight + sum(row.in_flight for row in self.rows)
@@ -372,11 +347,11 @@ class BeamGroup(RowOutput):
         """Make the rows of the search's beams."""
         beams, kv_len = self.search.beams, self.kv_len
         if self.blocks is None:
-            first, end = self.num_shared, -(-kv_len // self.block_size)
-            table = self.leader.blocks.tolist()
-            self.blocks = BeamBlocks(table[first:end], table[end:])
+            end = -(-kv_len // self.block_size)
+            own = self.leader.blocks[self.num_shared :].tolist()
+            self.blocks = BeamBlocks([own[: end - self.num_shared]], own)
             if self.leader.slots:
-                self.slots = BeamBlocks(self.leader.slots[:1], self.leader.slots[1:])
+                self.slots = BeamBlocks([self.leader.slots[:1]], self.leader.slots)
         is_full = kv_len % self.block_size == 0
         parents = [beam.parent for beam in beams]
         self.copies += self.blocks.fork(parents, is_full)
@@ -387,8 +362,6 @@ class BeamGroup(RowOutput):
             self.rows.append(replace(self.leader, line=array("q", self.leader.line)))
         del self.rows[len(beams) :]
         for row, beam, table in zip(self.rows, beams, self.blocks.tables, strict=True):
-            if is_full:
-                self.blocks.append(table)
             row.blocks = np.concatenate((shared, np.array(table, np.int32)))
             row.kv_len = kv_len
             row.last_id = beam.ids[-1] if beam.ids else 0

@@ -2,7 +2,7 @@
 chunks of prompts.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,8 @@ import torch
 
 from gpu_worker.engine.batch.adapters import AdaptedStep
 from gpu_worker.engine.batch.row import RowSlice, step_of
+from gpu_worker.engine.batch.sampling_state import Int64
 from gpu_worker.engine.batch.step_result import Int32
-
-MAX_PADDING = 512
-"""Rows that decode are padded to the longest of their span: at most to twice their own length, or by this
-number of tokens.
-"""
 
 
 def pinned(
@@ -42,28 +38,65 @@ def to_device(
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Neighbouring rows with the same number of tokens.
+class RowTable:
+    """The rows of a step in the order of its tokens, and their blocks, one row's after another's: what each
+    backend of attention reads.
 
     Attributes:
-        begin: place of the first token in the step.
-        count: tokens of each row.
-        lengths: int64 [rows]; tokens that a row has in the cache after this step. A proposal counts as a row
-            here, which sees the tokens before it.
-        blocks: int64 [rows, blocks]; padded with scratch block 0.
-        shares: int64 [slices]; how many neighbouring rows a slice is: one, and its proposals.
-        pictures: (position of the first token, end) of those whose tokens all see each other.
-        encoded: int64 [rows]; first tokens of each row that an encoder computes, in place of the decoder;
-            None without one.
+        num_decoding: the first rows decode, the longest first; the others are chunks of prompts.
+        counts: int64 [rows]; tokens of each in this step.
+        lengths: int64 [rows]; tokens of each in the cache after it.
+        positions: int64 [tokens]; in their sequences.
+        slots: int64 [tokens]; where K and V are written: block * block_size + offset.
+        begins: int64 [rows + 1]; where each row's tokens begin in the step.
+        starts: int64 [rows + 1]; where each row's blocks begin in `blocks`.
+        blocks: int32 [blocks]
+        pictures: of a chunk, (position of the first token, end) of pictures whose tokens all see each other.
+        encoded: int64 [rows]; first tokens of each that an encoder computes, in place of the decoder; None
+            without one.
     """
 
-    begin: int
-    count: int
-    lengths: npt.NDArray[np.int64]
-    blocks: npt.NDArray[np.int64]
-    shares: npt.NDArray[np.int64]
-    pictures: Sequence[tuple[int, int]] = ()
-    encoded: npt.NDArray[np.int64] | None = None
+    num_decoding: int
+    counts: Int64
+    lengths: Int64
+    positions: Int64
+    slots: Int64
+    begins: Int64
+    starts: Int64
+    blocks: Int32
+    pictures: Mapping[int, Sequence[tuple[int, int]]]
+    encoded: Int64 | None = None
+
+    @classmethod
+    def of(cls, slices: Sequence[RowSlice], block_size: int) -> "RowTable":
+        """The rows of arranged slices."""
+        counts = np.array([one.count for one in slices], np.int64)
+        lengths = np.array([one.kv_len for one in slices], np.int64)
+        held, positions = -(-lengths // block_size), positions_of(slices)
+        begins, starts = offsets_of(counts), offsets_of(held)
+        tables = (one.row.blocks[:count] for one, count in zip(slices, held.tolist(), strict=True))
+        blocks = np.concatenate((np.zeros(0, np.int32), *tables))
+        own = blocks[np.repeat(starts[:-1], counts) + positions // block_size].astype(np.int64)
+        slots = own * block_size + positions % block_size
+        pictures = {
+            number: one.row.pictures.seen_as_one(one.begin, one.kv_len)
+            for number, one in enumerate(slices)
+            if one.row.pictures and not one.decodes
+        }
+        num_decoding = sum(one.decodes for one in slices)
+        return cls(num_decoding, counts, lengths, positions, slots, begins, starts, blocks, pictures)
+
+    def owners(self, first: int, end: int) -> Int64:
+        """The rows int64 [tokens] of the tokens of rows `first` to `end`."""
+        return np.repeat(np.arange(first, end), self.counts[first:end])
+
+    def blocks_of(self, rows: Int64, first: Int64 | int, width: int) -> Int32:
+        """Blocks of rows int64 [n], each `width` from its block `first` int64 [n] on → int32 [n, width];
+        beyond a row's last one scratch block 0.
+        """
+        places = (self.starts[rows] + first)[:, None] + np.arange(width)
+        found = self.blocks[np.minimum(places, len(self.blocks) - 1)]
+        return np.where(places < self.starts[rows + 1][:, None], found, 0)
 
 
 PlacedEmbeddings = tuple[torch.Tensor, torch.Tensor]
@@ -76,7 +109,6 @@ class Inputs:
 
     Attributes:
         ids, positions: int64 [1, tokens].
-        slots: int64 [tokens]; where a token's K and V are written: block * block_size + offset.
         sampled: int64 [num_logits]; places of the tokens whose logits are needed, for samples or prompt
             log-probabilities.
         slices: what the step computes of its rows, in the order of its tokens.
@@ -88,9 +120,8 @@ class Inputs:
 
     ids: torch.Tensor
     positions: torch.Tensor
-    slots: npt.NDArray[np.int64]
     sampled: torch.Tensor
-    spans: list[Span]
+    rows: RowTable
     slices: Sequence[RowSlice] = ()
     adapters: AdaptedStep | None = None
     pictures: Sequence[PlacedEmbeddings] = ()
@@ -110,18 +141,13 @@ def build_inputs(
     slices: Sequence[RowSlice], block_size: int, device: torch.device, previous: torch.Tensor | None = None
 ) -> Inputs:
     """Build the inputs of arranged slices. `previous` int64 [rows]: ids that the step in flight samples."""
-    ids, positions = token_ids(slices).astype(np.int64), positions_of(slices)
-    counts = [row_slice.count for row_slice in slices]
-    tables = [row_slice.row.blocks for row_slice in slices]
-    begins = np.repeat(offsets_of(map(len, tables))[:-1], counts)
-    axes = axes_of(slices, positions) if have_axes(slices) else None
+    ids, rows = token_ids(slices).astype(np.int64), RowTable.of(slices, block_size)
+    axes = axes_of(slices, rows.positions) if have_axes(slices) else None
     return Inputs(
         ids=fill_pending_ids(to_device(ids, device), previous)[None],
-        positions=to_device(positions[None], device),
-        slots=np.concatenate(tables).astype(np.int64)[begins + positions // block_size] * block_size
-        + positions % block_size,
+        positions=to_device(rows.positions[None], device),
         sampled=to_device(logit_positions(slices), device),
-        spans=split_spans(slices, block_size),
+        rows=rows,
         slices=slices,
         adapters=adapted_step(slices),
         pictures=[*placed_embeddings(slices, device)] if step_of(slices).has_prompts else (),
@@ -215,35 +241,3 @@ def fill_pending_ids(ids: torch.Tensor, previous: torch.Tensor | None) -> torch.
         if previous is None or not len(previous)
         else torch.where(ids < 0, previous[(-1 - ids).clamp_(min=0)], ids)
     )
-
-
-def split_spans(slices: Sequence[RowSlice], block_size: int) -> list[Span]:
-    """The rows that decode, the longest first, in groups of about one length; then each chunk of a prompt."""
-    begins = offsets_of(one.count for one in slices).tolist()
-    num_decoding = sum(one.decodes for one in slices)
-    kv_lens = np.array([one.kv_len for one in slices])
-    result, first = list[Span](), 0
-    while first < len(slices):
-        longest, end = kv_lens[first], first + 1
-        if first < num_decoding:
-            own = kv_lens[first:num_decoding]
-            differs = (own > longest) | (own < min(-(-longest // 2), longest - MAX_PADDING))
-            end = first + int(differs.argmax()) if differs.any() else num_decoding
-        result.append(make_span(slices[first:end], begins[first], block_size))
-        first = end
-    return result
-
-
-def make_span(slices: Sequence[RowSlice], begin: int, block_size: int) -> Span:
-    shares = np.array([1 + len(row_slice.proposed) for row_slice in slices], np.int64)
-    kv_lens = np.array([row_slice.kv_len for row_slice in slices], np.int64)
-    lengths = np.repeat(kv_lens - np.cumsum(shares), shares) + np.arange(1, shares.sum() + 1)
-    held = -(-lengths // block_size)
-    blocks = np.zeros((len(lengths), int(held.max())), np.int64)
-    rows = np.repeat(np.arange(len(slices)), shares).tolist()
-    tables = [slices[row].row.blocks[:count] for row, count in zip(rows, held.tolist(), strict=True)]
-    blocks[np.arange(blocks.shape[1]) < held[:, None]] = np.concatenate(tables)
-    first = slices[0]
-    own = None if first.decodes else first.row.pictures
-    pictures = own.seen_as_one(first.begin, first.kv_len) if own else ()
-    return Span(begin, first.count - len(first.proposed), lengths, blocks, shares, pictures)

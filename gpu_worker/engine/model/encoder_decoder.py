@@ -24,7 +24,7 @@ from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.attention import backend
 from gpu_worker.engine.attention.backend import ENCODED, AttentionSpec, Geometry, LayerSpec, write_kv
 from gpu_worker.engine.attention.sdpa import SdpaBackend
-from gpu_worker.engine.batch.inputs import Inputs, positions_of, split_spans, to_device
+from gpu_worker.engine.batch.inputs import Inputs, RowTable, positions_of, to_device
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.cpu.packed_linear import PackedLinear, pack_linears
@@ -87,17 +87,12 @@ def decoder_inputs(inputs: Inputs, num_starting: int, block_size: int) -> tuple[
     device = inputs.ids.device
     chosen = to_device(places, device)
     own = [(part, count) for part, count in zip(slices, encoded.tolist(), strict=True) if part.kv_len > count]
-    spans = split_spans([decoded_part(*one) for one in own], block_size)
-    counts = iter([count for _, count in own])
+    rows = RowTable.of([decoded_part(*one) for one in own], block_size)
     return places, replace(
         inputs,
         ids=inputs.ids[:, chosen],
         positions=to_device((positions - before)[None, places], device),
-        slots=inputs.slots[places],
-        spans=[
-            replace(span, encoded=np.repeat([next(counts) for _ in span.shares], span.shares))
-            for span in spans
-        ],
+        rows=replace(rows, encoded=np.array([count for _, count in own], np.int64)),
     )
 
 
