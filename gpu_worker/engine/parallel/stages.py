@@ -235,49 +235,105 @@ def split_layers(
     return list(pairwise([*bounds, count]))
 
 
-@dataclass(frozen=True, slots=True)
-class StagePlan:
-    """How a model is split into stages.
+class StageEnd(Exception):
+    """Raised within a model where a stage ends; `states` [1, tokens, hidden] go to the next stage."""
+
+    def __init__(self, states: torch.Tensor) -> None:
+        self.states = states
+
+
+@dataclass(slots=True, eq=False)
+class ModelStage:
+    """One stage of a model, while it runs; by itself all of a model.
 
     Attributes:
-        layers: name of the list of layers.
+        number: which of the stages.
         intervals: numbers of the layers of each stage.
+        layers: name of the list of layers.
         embedding: name of the embedding, which the first stage has.
         head: name of the module that makes logits.
         tail: names of what the last stage has after the layers, the head included.
         is_tied: the head multiplies with the weights of the embedding.
+        first_layer: module of its first layer.
+        states: what the stage before it sent: [1, tokens, hidden] of the model's dtype.
     """
 
-    layers: str
-    intervals: Sequence[Interval]
-    embedding: str
-    head: str
-    tail: Sequence[str]
-    is_tied: bool
+    number: int = 0
+    intervals: Sequence[Interval] = ((0, 1),)
+    layers: str = ""
+    embedding: str = ""
+    head: str = ""
+    tail: Sequence[str] = ()
+    is_tied: bool = False
+    first_layer: Any = None
+    states: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, 0))
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.intervals)
+
+    @property
+    def begin(self) -> int:
+        """Its first layer."""
+        return self.intervals[self.number][0]
+
+    @property
+    def end(self) -> int:
+        """The layer after its last one."""
+        return self.intervals[self.number][1]
+
+    @property
+    def is_first(self) -> bool:
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == self.num_stages - 1
 
     def layer_of(self, name: str) -> int | None:
         """The number of the layer that a parameter belongs to; None if it belongs to none."""
         found = re.match(rf"{re.escape(self.layers)}\.(\d+)\.", name)
         return int(found[1]) if found else None
 
-    def has(self, stage: int, name: str) -> bool:
-        """Whether a stage has a parameter. What is neither a layer nor before or after them, as tables of
+    def has(self, name: str) -> bool:
+        """Whether it has a parameter. What is neither a layer nor before or after them, as tables of
         positions, each stage has.
         """
         layer = self.layer_of(name)
         if layer is not None:
-            begin, end = self.intervals[stage]
-            return begin <= layer < end
+            return self.begin <= layer < self.end
         if name.startswith(f"{self.embedding}."):
-            return stage == 0
-        return stage == len(self.intervals) - 1 or not name.startswith(
-            tuple(f"{part}." for part in self.tail)
-        )
+            return self.is_first
+        return self.is_last or not name.startswith(tuple(f"{part}." for part in self.tail))
+
+    def part_of(self, num_attentions: int) -> slice:
+        """Which attention modules of the whole model it has; some models have several in a layer."""
+        each = num_attentions // self.intervals[-1][1]
+        return slice(self.begin * each, self.end * each)
+
+    def run(self, model: Any, **inputs: Any) -> torch.Tensor:
+        """→ logits [1, kept, vocabulary] in the last stage, else hidden states [1, tokens, hidden]"""
+        try:
+            logits: torch.Tensor = model(use_cache=False, return_dict=True, **inputs).logits
+            return logits
+        except StageEnd as end:
+            return end.states
+
+    def try_out(self, model: Any, tokens: int, device: torch.device) -> None:
+        """Set random `states` of so many tokens, for a forward that belongs to no step."""
+        if not self.is_first:
+            noise = torch.Generator().manual_seed(0)
+            states = torch.randn(1, tokens, model.config.hidden_size, generator=noise)
+            self.states = states.to(device, model.dtype)
 
 
-def make_stage_plan(model: Any, num_stages: int) -> StagePlan:
-    """The plan of a whole model, which may be on the meta device. Names come from transformers' `pp_plan`, or
-    from the model's one list of layers. Raises UnservableModel.
+WHOLE = ModelStage()
+"""Of a model that is not split into stages."""
+
+
+def make_stage(model: Any, number: int, num_stages: int) -> ModelStage:
+    """One stage of a whole model, which may be on the meta device. Names come from transformers' `pp_plan`,
+    or from the model's one list of layers. Raises UnservableModel.
     """
     names = {module: name for name, module in model.named_modules()}
     plan = list(model.pp_plan or {})
@@ -290,7 +346,8 @@ def make_stage_plan(model: Any, num_stages: int) -> StagePlan:
     layer_bytes = [num_bytes(layer) for layer in model.get_submodule(layers)]
     tail_bytes = sum(num_bytes(model.get_submodule(name)) for name in tail)
     intervals = split_layers(layer_bytes, num_bytes(model.get_submodule(embedding)), tail_bytes, num_stages)
-    return StagePlan(layers, intervals, embedding, head, tail, bool(model.config.tie_word_embeddings))
+    is_tied = bool(model.config.tie_word_embeddings)
+    return ModelStage(number, intervals, layers, embedding, head, tail, is_tied)
 
 
 def find_layers(model: Any) -> str:
@@ -315,65 +372,6 @@ def find_layers(model: Any) -> str:
 
 def num_bytes(module: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
-
-
-class StageEnd(Exception):
-    """Raised within a model where a stage ends; `states` [1, tokens, hidden] go to the next stage."""
-
-    def __init__(self, states: torch.Tensor) -> None:
-        self.states = states
-
-
-@dataclass(slots=True, eq=False)
-class ModelStage:
-    """One stage, while it runs.
-
-    Attributes:
-        number, num_stages: which of how many.
-        begin, end, num_layers: its layers, of how many.
-        first_layer: module of the layer `begin`.
-        states: what the stage before it sent: [1, tokens, hidden] of the model's dtype.
-    """
-
-    number: int = 0
-    num_stages: int = 1
-    begin: int = 0
-    end: int = 1
-    num_layers: int = 1
-    first_layer: Any = None
-    states: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, 0))
-
-    @property
-    def is_first(self) -> bool:
-        return self.number == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.number == self.num_stages - 1
-
-    def part_of(self, num_attentions: int) -> slice:
-        """Which attention modules of the whole model it has; some models have several in a layer."""
-        each = num_attentions // self.num_layers
-        return slice(self.begin * each, self.end * each)
-
-    def run(self, model: Any, **inputs: Any) -> torch.Tensor:
-        """→ logits [1, kept, vocabulary] in the last stage, else hidden states [1, tokens, hidden]"""
-        try:
-            logits: torch.Tensor = model(use_cache=False, return_dict=True, **inputs).logits
-            return logits
-        except StageEnd as end:
-            return end.states
-
-    def try_out(self, model: Any, tokens: int, device: torch.device) -> None:
-        """Set random `states` of so many tokens, for a forward that belongs to no step."""
-        if not self.is_first:
-            noise = torch.Generator().manual_seed(0)
-            states = torch.randn(1, tokens, model.config.hidden_size, generator=noise)
-            self.states = states.to(device, model.dtype)
-
-
-WHOLE = ModelStage()
-"""Of a model that is not split into stages."""
 
 
 class RemoteLayer(nn.Module):
@@ -407,11 +405,6 @@ class RemoteEmbedding(nn.Module):
         return self.stage.states.new_full((), torch.nan).expand(self.stage.states.shape)
 
 
-def make_stage(plan: StagePlan, number: int) -> ModelStage:
-    begin, end = plan.intervals[number]
-    return ModelStage(number, len(plan.intervals), begin, end, plan.intervals[-1][1])
-
-
 def changed_class(whole: type[Any], change: Callable[[Any], None]) -> type[Any]:
     """The class of a model → a class whose models are changed as soon as they are made, before weights are
     read. It keeps the name by which transformers finds its conversions.
@@ -424,16 +417,16 @@ def changed_class(whole: type[Any], change: Callable[[Any], None]) -> type[Any]:
     return type(whole.__name__, (whole,), {"__init__": __init__, "__module__": whole.__module__})
 
 
-def remove_others(model: Any, plan: StagePlan, stage: ModelStage) -> None:
+def remove_others(model: Any, stage: ModelStage) -> None:
     """Replace what other stages have."""
-    layers = model.get_submodule(plan.layers)
+    layers = model.get_submodule(stage.layers)
     stage.first_layer = layers[stage.begin]
     for number, layer in enumerate(layers):
         if not stage.begin <= number < stage.end:
             layers[number] = RemoteLayer(layer, stage, is_before=number < stage.begin)
     if not stage.is_first:
-        model.set_submodule(plan.embedding, RemoteEmbedding(stage))
-    for name in () if stage.is_last else plan.tail:
+        model.set_submodule(stage.embedding, RemoteEmbedding(stage))
+    for name in () if stage.is_last else stage.tail:
         model.set_submodule(name, nn.Identity())
 
 

@@ -47,13 +47,11 @@ from gpu_worker.engine.parallel.stages import (
     WHOLE,
     Interval,
     ModelStage,
-    StagePlan,
     TensorShards,
     TpPlan,
     changed_class,
     intervals_of,
     make_stage,
-    make_stage_plan,
     make_tp_plan,
     remove_others,
 )
@@ -108,12 +106,11 @@ def read_weights(source: ModelSource) -> tuple[Any, TpPlan, ModelStage]:
         plan = make_tp_plan(whole, communicator.tp_size)
         part = changed_class(part, partial(shrink_parameters, shards=plan.shards, rank=communicator.tp_rank))
     if communicator.num_stages > 1:
-        stages = make_stage_plan(whole, communicator.num_stages)
-        stage = make_stage(stages, communicator.stage)
-        part = changed_class(part, partial(remove_others, plan=stages, stage=stage))
+        stage = make_stage(whole, communicator.stage, communicator.num_stages)
+        part = changed_class(part, partial(remove_others, stage=stage))
         plan = TpPlan(
-            {name: shards for name, shards in plan.shards.items() if stages.has(stage.number, name)},
-            {name: style for name, style in plan.styles.items() if stages.has(stage.number, f"{name}.")},
+            {name: shards for name, shards in plan.shards.items() if stage.has(name)},
+            {name: style for name, style in plan.styles.items() if stage.has(f"{name}.")},
         )
         config = copy.deepcopy(config)  # embedding and head are in different stages
         config.tie_word_embeddings = False
@@ -123,7 +120,7 @@ def read_weights(source: ModelSource) -> tuple[Any, TpPlan, ModelStage]:
         return model, plan, stage
     tensors: Mapping[str, Any] = read_tensors(source.path, quantization)
     if stage is not WHOLE:
-        tensors = stage_tensors(tensors, whole, stages, stage)
+        tensors = stage_tensors(tensors, whole, stage)
     if plan.shards:
         tensors = dict(rank_tensors(tensors, whole, plan.shards, communicator.tp_rank))
     read, needs_head = partial(part.from_pretrained, None, config=config), source.pooling is None
@@ -154,21 +151,19 @@ def read_by_package(source: ModelSource, method: str) -> Any:
         raise SettingError("model_id", f"{settings.model_id} is quantised ({method}): {cause}") from error
 
 
-def stage_tensors(
-    tensors: Mapping[str, Any], model: Any, plan: StagePlan, stage: ModelStage
-) -> dict[str, Any]:
+def stage_tensors(tensors: Mapping[str, Any], model: Any, stage: ModelStage) -> dict[str, Any]:
     """The checkpoint's tensors that a stage of `model` has, [...] of the file's dtype; none is read yet. The
     head of a model whose head is its embedding is that tensor in the last stage.
     """
-    find, head = parameter_finder(model), f"{plan.head}.weight"
+    find, head = parameter_finder(model), f"{stage.head}.weight"
     own = {}
     for key, tensor in tensors.items():
         name, _ = find(key)
-        if plan.is_tied and name == head:
+        if stage.is_tied and name == head:
             continue
-        if plan.has(stage.number, name):
+        if stage.has(name):
             own[key] = tensor
-        if plan.is_tied and stage.is_last and name == f"{plan.embedding}.weight":
+        if stage.is_tied and stage.is_last and name == f"{stage.embedding}.weight":
             own[head] = tensor
     return own
 

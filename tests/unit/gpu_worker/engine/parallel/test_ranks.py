@@ -317,7 +317,7 @@ def test_models_whose_layers_need_more_than_hidden_states_are_refused() -> None:
     """By what a layer returns, or by what a later stage computes without the embeddings."""
     layer = Passing()
     with (
-        checked_layers(ModelStage(0, 2, 0, 1, 2, layer)),
+        checked_layers(ModelStage(0, [(0, 1), (1, 2)], first_layer=layer)),
         pytest.raises(UnservableModel, match="hand on more"),
     ):
         layer(torch.zeros(1, 2, 3))
