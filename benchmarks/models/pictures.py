@@ -94,8 +94,10 @@ class Bench:
         self.next_block = 1
         self.next_row = 0
         assert self.engine.pictures
-        tensors = self.engine.pictures.tower.process(new_picture(0), 0)
-        self.num_tokens = self.engine.pictures.tower.family.shape(tensors).num_embeddings
+        tower = self.engine.pictures.tower
+        tensors = tower.process(new_picture(0), 0)
+        num_units = tower.family.shape(tensors).num_units
+        self.num_tokens = num_units * len(tower.encode(tensors, 0))
 
     def row(self, ids: list[int], end: int, data: bytes = b"") -> NewRow:
         count = -(-(len(ids) + end) // self.engine.block_size)

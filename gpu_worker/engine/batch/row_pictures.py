@@ -6,6 +6,7 @@ take the place of those of the placeholders' ids. A row is computed up to the fi
 not encoded yet.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -23,12 +24,10 @@ class PictureShape(NamedTuple):
     """What is known of a picture once it is processed.
 
     Attributes:
-        num_embeddings: as many as it must have placeholders.
         num_units: it is encoded in so many parts, each with equally many embeddings.
         grid: (height, width) in placeholders where these have positions of their own; else (0, 0).
     """
 
-    num_embeddings: int
     num_units: int = 1
     grid: tuple[int, int] = (0, 0)
 
@@ -73,12 +72,9 @@ class PictureState:
             return ""
         if error := self.shape.exception():
             return f"{type(error).__name__}: {error}"
-        found = self.shape.result().num_embeddings
-        return (
-            ""
-            if found == self.num_tokens
-            else f"it has {found} embeddings for {self.num_tokens} placeholders"
-        )
+        num_units, grid = self.shape.result()
+        fits = self.num_tokens % num_units == 0 and math.prod(grid) in (0, self.num_tokens)
+        return "" if fits else f"{num_units} parts, grid {grid}, for {self.num_tokens} placeholders"
 
     @property
     def num_units(self) -> int:

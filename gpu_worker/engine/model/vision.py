@@ -24,7 +24,7 @@ from gpu_worker.engine.model.weights import (
 )
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.stages import changed_class
-from gpu_worker.engine.pictures.encoder import FAMILIES, PictureEncoder, PictureFamily, Tiles, VisionTower
+from gpu_worker.engine.pictures.encoder import FAMILIES, PictureEncoder, PictureFamily, VisionTower
 from gpu_worker.engine.quantization.checkpoint import read_tensors
 from gpu_worker.engine.side_threads import SideThreads
 from gpu_worker.protocol import first_cause
@@ -71,11 +71,11 @@ def blind_because(family: PictureFamily, settings: Settings, device: torch.devic
     return first_cause(
         (is_cuda and settings.deterministic, "DETERMINISTIC on CUDA computes steps of token ids alone"),
         (
-            is_cuda and family.are_blocks and find_spec("flashinfer"),
+            is_cuda and family.block_tokens and find_spec("flashinfer"),
             "its pictures are seen as one, and FlashInfer's attention is causal",
         ),
         (
-            isinstance(family, Tiles) and family.are_blocks and window and family.tile_tokens > window,
+            window and family.block_tokens > window,
             "its pictures are seen as one, and are longer than its window",
         ),
     )

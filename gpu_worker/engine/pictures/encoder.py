@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -47,20 +46,23 @@ class PictureFamily:
         config: of the whole model.
         language_model: name of the part of `model.model` that is served without the tower.
         options: of the processor, where the family's own differ from the file's.
+        tile_dim: the dimension of pixel_values whose entries are tiles, each of which is a unit with equally
+            many embeddings; None: the picture is one unit.
         mrope_axes: by half of a head's rotated numbers, which of a token's three positions turns it; empty
             where a token has one position.
         num_deep: the hidden states after so many first layers get embeddings of their own.
-        are_blocks: the placeholders of a picture see each other, the later ones too.
+        block_tokens: placeholders of a picture, where these see each other, the later ones too; else 0.
     """
 
     language_model = "language_model"
     options: ClassVar[Mapping[str, Any]] = {}
-    are_blocks = False
+    tile_dim: int | None = None
 
     def __init__(self, config: Any) -> None:
         self.config = config
         self.mrope_axes: Sequence[int] = ()
         self.num_deep = 0
+        self.block_tokens = 0
 
     def process(self, processor: Any, image: Image.Image, num_tokens: int) -> Tensors:
         """Make the tower's arguments of a picture that has `num_tokens` placeholders in its prompt."""
@@ -69,62 +71,37 @@ class PictureFamily:
 
     def shape(self, tensors: Tensors) -> PictureShape:
         """The shape of a picture."""
-        raise NotImplementedError
+        return PictureShape(1 if self.tile_dim is None else tensors["pixel_values"].shape[self.tile_dim])
 
     def unit(self, tensors: Tensors, number: int) -> Tensors:
         """Arguments of the tower for one unit."""
-        return tensors
+        if self.tile_dim is None:
+            return tensors
+        return {name: tensor.narrow(self.tile_dim, number, 1) for name, tensor in tensors.items()}
 
 
-class Tiles(PictureFamily):
-    """Pictures cut into tiles of one size, each of which has equally many embeddings: pixel_values float32
-    [tiles, 3, height, width], after a batch of one if `dim` is 1.
-    """
-
-    dim = 0
-
-    @property
-    def tile_tokens(self) -> int:
-        return num_patches(self.config)
-
-    def shape(self, tensors: Tensors) -> PictureShape:
-        num_tiles = tensors["pixel_values"].shape[self.dim]
-        return PictureShape(num_tiles * self.tile_tokens, num_tiles)
-
-    def unit(self, tensors: Tensors, number: int) -> Tensors:
-        return {name: tensor.narrow(self.dim, number, 1) for name, tensor in tensors.items()}
-
-
-class Idefics3(Tiles):
+class Idefics3(PictureFamily):
     """Idefics3 and SmolVLM."""
 
     language_model = "text_model"
-    dim = 1
-
-    @property
-    def tile_tokens(self) -> int:
-        return num_patches(self.config) // int(self.config.scale_factor) ** 2
+    tile_dim = 1
 
 
-class InternVL(Tiles):
+class InternVL(PictureFamily):
     """InternVL 2.5 and later, in transformers' own format."""
 
     options: ClassVar[Mapping[str, Any]] = {"crop_to_patches": True}
-
-    @property
-    def tile_tokens(self) -> int:
-        return round(num_patches(self.config) * float(self.config.downsample_ratio) ** 2)
+    tile_dim = 0
 
 
-class Gemma3(Tiles):
+class Gemma3(PictureFamily):
     """Gemma 3: one tile of fixed size."""
 
     options: ClassVar[Mapping[str, Any]] = {"do_pan_and_scan": False}
-    are_blocks = True
 
-    @property
-    def tile_tokens(self) -> int:
-        return int(self.config.mm_tokens_per_image)
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.block_tokens = int(config.mm_tokens_per_image)
 
 
 class LlavaOneVision(PictureFamily):
@@ -140,21 +117,6 @@ class LlavaOneVision(PictureFamily):
             "image_sizes": made["image_sizes"][:1],
             "batch_num_images": made["batch_num_images"],
         }
-
-    def shape(self, tensors: Tensors) -> PictureShape:
-        """By transformers' own packing of empty embeddings."""
-        from transformers.models.llava_onevision import modeling_llava_onevision
-
-        kind: Any = modeling_llava_onevision.LlavaOnevisionModel
-        num_tiles = tensors["pixel_values"].shape[1] if tensors["batch_num_images"] == 1 else 1
-        packed, _ = kind.pack_image_features(
-            SimpleNamespace(config=self.config),
-            [torch.empty(num_tiles, num_patches(self.config), 1)],
-            tensors["image_sizes"],
-            image_newline=torch.empty(1),
-            vision_aspect_ratio=self.config.vision_aspect_ratio,
-        )
-        return PictureShape(len(packed[0]))
 
     def unit(self, tensors: Tensors, number: int) -> Tensors:
         if tensors["batch_num_images"] == 1:
@@ -173,7 +135,7 @@ class Qwen2VL(PictureFamily):
     def shape(self, tensors: Tensors) -> PictureShape:
         merge = self.config.vision_config.spatial_merge_size
         _, height, width = (tensors["image_grid_thw"][0] // torch.tensor([1, merge, merge])).tolist()
-        return PictureShape(height * width, grid=(height, width))
+        return PictureShape(grid=(height, width))
 
 
 class Qwen3VL(Qwen2VL):
@@ -341,7 +303,7 @@ class PictureEncoder(StepPart):
         prompt = ids[: len(ids) - start.base]
         known = sum(len(one.places) for one in placed)
         is_partial = has_axes and known != np.count_nonzero(prompt == placeholder_id)
-        return RowPictures(placed, has_axes, is_partial, self.tower.family.are_blocks)
+        return RowPictures(placed, has_axes, is_partial, self.tower.family.block_tokens > 0)
 
     def state_of(self, key: Key, data: bytes) -> PictureState:
         state = self.held.get(key)
@@ -405,7 +367,10 @@ class PictureEncoder(StepPart):
             size = state.num_tokens, tower.hidden_size
             state.embeddings = torch.empty(size, dtype=tower.dtype, device=tower.device)
         if tower.model is not None and not state.has_failed:
-            state.embeddings[number * count : (number + 1) * count] = tower.encode(state.tensors, number)
+            found = tower.encode(state.tensors, number)
+            if len(found) != count:
+                raise ValueError(f"{len(found)} embeddings for {count} placeholders")
+            state.embeddings[number * count : (number + 1) * count] = found
 
     def trim(self, needed: Collection[PictureState]) -> None:
         """Drop pictures that no row needs: those that are not encoded, and the least recently used beyond

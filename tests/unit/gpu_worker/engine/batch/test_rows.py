@@ -363,7 +363,7 @@ TILE = 8
 def row_of(num_tiles: int, before: int = 4, after: int = 4, blocks: int = 100, cost: float = 1.0) -> Row:
     """A prompt of `before` tokens, a picture, and `after` tokens."""
     shape: Future[PictureShape] = Future()
-    shape.set_result(PictureShape(num_tiles * TILE, num_tiles))
+    shape.set_result(PictureShape(num_tiles))
     picture = PictureState(num_tiles * TILE, shape, token_cost=cost)
     places = np.arange(before, before + num_tiles * TILE)
     ids = np.zeros(before + num_tiles * TILE + after, np.int32)
