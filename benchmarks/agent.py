@@ -39,7 +39,7 @@ from common.messages.records import pack_ids
 from common.messages.request import Generate, StoppingParams
 from common.settings.settings import Settings
 from gpu_worker.agent.agent import Agent
-from gpu_worker.agent.engine_client import EngineClient, EngineDied, EngineLink, RankProcess
+from gpu_worker.agent.engine_client import EngineClient, EngineDied, RankProcess
 from gpu_worker.agent.state import AgentState
 from tests.support import brokers
 from tests.support.machine.callgrind import VARIABLES, InstructionMeter, require_valgrind, under_callgrind
@@ -118,7 +118,7 @@ async def measure(
     with contextlib.suppress(EngineDied):  # after its last step
         await serving
     cost = Cost(meter.end() / (num_left * num_rows), await read_latency_ms(engine.ranks[0]))
-    engine.ranks[0].link.transport.close()
+    engine.ranks[0].transport.close()
     await redis.aclose()
     return cost
 
@@ -132,7 +132,7 @@ async def start_engine(url: str, num_steps: int, waits: bool) -> RankProcess:
             pass_fds=[engines.fileno()],
             stdout=asyncio.subprocess.PIPE,
         )
-    return RankProcess(process, await EngineLink.open(ours))
+    return await RankProcess.open(process, ours)
 
 
 async def read_latency_ms(rank: RankProcess) -> float:

@@ -38,7 +38,7 @@ from common.process.startup import (
 )
 from common.rank import RankInfo, machine_ranks
 from common.settings.settings import SettingError, Settings
-from gpu_worker.agent.engine_client import EngineClient, EngineDied, EngineLink, RankProcess
+from gpu_worker.agent.engine_client import EngineClient, EngineDied, RankProcess
 from gpu_worker.engine import process as engine_process
 from gpu_worker.engine.process import Preloaded
 from gpu_worker.swapping.swapper import Swapper
@@ -134,7 +134,7 @@ async def serve(
     identity: ProcessIdentity, settings: Settings, forked: Sequence[tuple[int, socket.socket]]
 ) -> int:
     """Run this worker's processes of this machine, with the engines that were forked → the exit status."""
-    ranks = [RankProcess(ForkedProcess(pid), await EngineLink.open(channel)) for pid, channel in forked]
+    ranks = [await RankProcess.open(ForkedProcess(pid), channel) for pid, channel in forked]
     return await run(settings, identity, ranks)
 
 

@@ -11,7 +11,7 @@ import time
 from asyncio.subprocess import Process
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 from common.messages.plan import Plan, WorkerCapacity
@@ -145,8 +145,9 @@ END_TIMEOUT_S = 2.0
 StepsHandler = Callable[[Sequence[StepResult]], None]
 
 
-class EngineLink(asyncio.Protocol):
-    """The socket to one rank: sends frames, and takes the rank's frames as they come.
+class RankProcess(asyncio.Protocol):
+    """The engine process of one rank, and the socket to it: sends frames, and takes the rank's frames as they
+    come.
 
     The listener is called in the call that brings frames: to wake a task would take as long as all that an
     agent does with the tokens of a step.
@@ -159,16 +160,34 @@ class EngineLink(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(self) -> None:
+    def __init__(self, process: Process | ForkedProcess) -> None:
+        self.process = process
         self.decoder = FrameDecoder()
         self.frames: deque[Frame] = deque()
         self.is_open = True
         self.listener: Callable[[], None] | None = None
 
     @classmethod
-    async def open(cls, channel: socket.socket) -> "EngineLink":
-        _, link = await asyncio.get_running_loop().create_unix_connection(cls, sock=channel)
-        return link
+    async def open(cls, process: Process | ForkedProcess, channel: socket.socket) -> "RankProcess":
+        loop = asyncio.get_running_loop()
+        _, rank = await loop.create_unix_connection(partial(cls, process), sock=channel)
+        return rank
+
+    @classmethod
+    async def start(cls, environ: Mapping[str, str]) -> "RankProcess":
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", ENGINE_MODULE, str(theirs.fileno())),
+                pass_fds=[theirs.fileno(), *shared_handles(os.environ)],
+                stdin=asyncio.subprocess.DEVNULL,
+                env={**os.environ, **environ, "PARENT_PID": str(os.getpid())},
+            )
+        return await cls.open(process, ours)
+
+    def kill(self) -> None:
+        if self.process.returncode is None:
+            self.process.kill()
 
     def send(self, frame: Frame) -> None:
         self.transport.write(encode(frame))
@@ -214,30 +233,6 @@ class EngineDied(Exception):
     """A process of the engine ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankProcess:
-    """The engine process of one rank, and the socket to it."""
-
-    process: Process | ForkedProcess
-    link: EngineLink
-
-    @classmethod
-    async def start(cls, environ: Mapping[str, str]) -> "RankProcess":
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", ENGINE_MODULE, str(theirs.fileno())),
-                pass_fds=[theirs.fileno(), *shared_handles(os.environ)],
-                stdin=asyncio.subprocess.DEVNULL,
-                env={**os.environ, **environ, "PARENT_PID": str(os.getpid())},
-            )
-        return cls(process, await EngineLink.open(ours))
-
-    def kill(self) -> None:
-        if self.process.returncode is None:
-            self.process.kill()
-
-
 def raise_on_failure(frame: Frame) -> Frame:
     """Return the frame. Raises EngineDied for an EngineFailure, SettingError for one that names a setting."""
     if isinstance(frame, EngineFailure):
@@ -273,12 +268,12 @@ class EngineClient:
         if not preloaded:
             return cls([await RankProcess.start(environ | info.environ()) for info in infos])
         for rank, info in zip(preloaded, infos, strict=True):
-            rank.link.send(Begin(environ | info.environ()))
+            rank.send(Begin(environ | info.environ()))
         return cls(preloaded)
 
     async def kill_with(self, number: int) -> None:
         """Kill all ranks when this one ends, with the reason that it gave."""
-        while isinstance(frame := await self.ranks[number].link.receive(), LoadProgress | WorkerCapacity):
+        while isinstance(frame := await self.ranks[number].receive(), LoadProgress | WorkerCapacity):
             pass  # rank 0 says the same
         self.failure = frame if isinstance(frame, EngineFailure) else await self.wait_for_exit(number)
         self.kill()
@@ -290,8 +285,8 @@ class EngineClient:
 
     async def receive(self) -> Frame:
         """Return rank 0's next frame. Raises EngineDied if no more can come, and SettingError."""
-        link = self.ranks[0].link
-        return raise_on_failure(await link.receive() or self.failure or await self.wait_for_exit(0))
+        first = self.ranks[0]
+        return raise_on_failure(await first.receive() or self.failure or await self.wait_for_exit(0))
 
     async def ready(self, progress: Callable[[str], None]) -> WorkerCapacity:
         """Wait for the end of the warm-up → the engine's capacity. `progress` gets lines to log."""
@@ -306,32 +301,32 @@ class EngineClient:
 
     async def sleep(self) -> None:
         """Have the engine, which holds no row, sleep; return when it does. Raises EngineDied."""
-        self.ranks[0].link.send(Sleep())
+        self.ranks[0].send(Sleep())
         while not isinstance(frame := await self.receive(), Asleep):
             self.take_answer(frame)  # or a step that ended no row any more
 
     def wake_up(self) -> None:
         """Tell a sleeping engine that it is needed; `ready` waits until it is."""
-        self.ranks[0].link.send(WakeUp())
+        self.ranks[0].send(WakeUp())
 
     async def run_steps(self, handle: StepsHandler) -> None:
         """Call `handle` with the steps that come together, in the call that brings them. Never returns;
         raises EngineDied, and what `handle` raises.
         """
-        link = self.ranks[0].link
+        first = self.ranks[0]
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def on_frames() -> None:
             if over.done():
                 return
             try:
-                self.handle_frames(link.pop_frames(), handle)
-                if not link.is_open:
+                self.handle_frames(first.pop_frames(), handle)
+                if not first.is_open:
                     over.set_result(None)
             except Exception as error:
                 over.set_exception(error)
 
-        link.listener = on_frames
+        first.listener = on_frames
         try:
             on_frames()
             await over
@@ -340,7 +335,7 @@ class EngineClient:
             self.metrics.on_failure()
             raise
         finally:
-            link.listener = None
+            first.listener = None
 
     def handle_frames(self, frames: Sequence[Frame], handle: StepsHandler) -> None:
         """Call `handle` with the steps among the frames. Raises EngineDied for a frame that is none, and no
@@ -365,12 +360,12 @@ class EngineClient:
         """Send the engine a command about an adapter, and return its answer, which `run_steps` takes."""
         asked: asyncio.Future[AdapterAnswer] = asyncio.get_running_loop().create_future()
         self.asked.append(asked)
-        self.ranks[0].link.send(command)
+        self.ranks[0].send(command)
         return await asked
 
     def send(self, plan: Plan) -> None:
         started_s = time.perf_counter()
-        self.ranks[0].link.send(plan)
+        self.ranks[0].send(plan)
         self.metrics.on_plan(plan, started_s)
 
     def run_delay_s(self) -> float:
@@ -379,7 +374,7 @@ class EngineClient:
 
     async def end(self) -> None:
         """Tell ranks of other machines that the worker ends in order, then end those of this one."""
-        self.ranks[0].link.send(End())
+        self.ranks[0].send(End())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_TIMEOUT_S):
                 await self.ranks[0].process.wait()

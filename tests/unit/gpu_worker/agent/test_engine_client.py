@@ -15,7 +15,7 @@ import pytest
 from common.messages.plan import WorkerCapacity
 from common.settings.settings import SettingError, Settings
 from gpu_worker import process as gpus
-from gpu_worker.agent.engine_client import EngineClient, EngineDied, EngineLink, RankProcess
+from gpu_worker.agent.engine_client import EngineClient, EngineDied, RankProcess
 from gpu_worker.protocol import SAMPLE, EngineFailure, LoadProgress, StepResult, encode
 from gpu_worker.swapping.swapper import capacity
 from tests.support.machine import fake_nvml
@@ -42,12 +42,12 @@ async def engine() -> AsyncIterator[FakeEngine]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE
     )
-    rank = RankProcess(process, await EngineLink.open(ours))
+    rank = await RankProcess.open(process, ours)
     with theirs:
         yield FakeEngine(EngineClient([rank]), theirs)
     rank.kill()
     await process.wait()
-    rank.link.transport.close()
+    rank.transport.close()
 
 
 async def steps_until_death(engine: FakeEngine, why: str) -> list[list[int]]:
@@ -70,7 +70,7 @@ async def test_steps_that_arrive_together_are_handled_together(engine: FakeEngin
     running.cancel()
     await asyncio.wait([running])
     engine.send(encode(StepResult(4)), encode(EngineFailure("", "out of luck")))
-    await wait_until(lambda: len(engine.client.ranks[0].link.frames) == 2)
+    await wait_until(lambda: len(engine.client.ranks[0].frames) == 2)
     assert await steps_until_death(engine, "out of luck") == [[4]], "what came meanwhile is kept"
 
 
