@@ -115,22 +115,6 @@ class LaunchPace:
         return duration_s
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchedStep:
-    """A step whose forward was launched.
-
-    Attributes:
-        number: number of the step.
-        logits: float [num_logits, vocabulary]; on CUDA they may still be computed.
-        started_s: monotonic time.
-    """
-
-    number: int
-    slices: StepSlices
-    logits: torch.Tensor
-    started_s: float
-
-
 SAMPLING_STATE = attrgetter("sampling_state")
 
 
@@ -162,26 +146,36 @@ def unpack_sent_samples(data: bytes) -> StepSamples:
     return StepSamples(*msgpack.unpackb(data, strict_map_key=False))
 
 
+def not_sampled() -> StepSamples:
+    raise RuntimeError("the sampling of the step is not launched")
+
+
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A step whose sampling was launched, too. Its tokens are being copied to the host, or sent by the rank
-    that samples.
+    """A step whose forward was launched; then its sampling, too: its tokens are being copied to the host, or
+    sent by the rank that samples.
 
     Attributes:
+        number: number of the step.
+        logits: float [num_logits, vocabulary]; on CUDA they may still be computed.
+        started_s: monotonic time.
         read: waits for the step → what it sampled. Here alone the host waits for the device within a step.
         ids: int64 [rows], on the device; None in a pipeline.
         copied: the copies are done; None on CPU.
     """
 
-    launched: LaunchedStep
-    read: Callable[[], StepSamples]
+    number: int
+    slices: StepSlices
+    logits: torch.Tensor
+    started_s: float
+    read: Callable[[], StepSamples] = not_sampled
     ids: torch.Tensor | None = None
     copied: torch.cuda.Event | None = None
 
     @property
     def is_unsure(self) -> bool:
         """Whether the next step can be launched only once this one is read."""
-        return any(one.row.output.is_unsure(one) for one in self.launched.slices.others)
+        return any(one.row.output.is_unsure(one) for one in self.slices.others)
 
     @property
     def is_done(self) -> bool:
@@ -190,7 +184,7 @@ class InFlightStep:
 
 
 def copy_step(
-    launched: LaunchedStep,
+    step: InFlightStep,
     requests: Sequence[SampleRequest | None],
     output: SamplerOutput,
     prompts: Sequence[SamplerOutput],
@@ -215,7 +209,7 @@ def copy_step(
         candidates = {} if found is None else candidates_of(searches, found)
         return replace(samples, candidates=candidates, logits=pieces)
 
-    return InFlightStep(launched, read, output.ids, copied)
+    return replace(step, read=read, ids=output.ids, copied=copied)
 
 
 def copy_to_host(output: SamplerOutput) -> SamplerOutput:
@@ -500,7 +494,7 @@ class Engine:
         self.fill([blocks], NAN)
         self.loaded.states.fill(slots, NAN)
 
-    def launch(self, before: InFlightStep | None = None) -> LaunchedStep | None:
+    def launch(self, before: InFlightStep | None = None) -> InFlightStep | None:
         """Launch the forward of the next step, if one can run; `before` is in flight."""
         started_s = time.monotonic()
         self.costs.num_rows = len(self.rows.rows) or 1
@@ -520,16 +514,16 @@ class Engine:
         slices, logits = self.forward_able(slices, before.ids if before else None)
         for part in self.parts:
             part.after(self.rows, slices)
-        return LaunchedStep(self.rows.step, slices, logits, started_s) if slices else None
+        return InFlightStep(self.rows.step, slices, logits, started_s) if slices else None
 
-    def sample(self, launched: LaunchedStep) -> InFlightStep:
+    def sample(self, launched: InFlightStep) -> InFlightStep:
         """Launch the sampling of a step. One rank samples, and the others take its tokens. In a pipeline they
         wait for its bytes when they read the step; it reads the step itself at once.
         """
         communicator, slices = self.communicator, launched.slices
         if communicator.num_stages > 1 and not communicator.samples:
             expected = communicator.expect_bytes(communicator.sampler, SAMPLES)
-            return InFlightStep(launched, lambda: unpack_sent_samples(expected()))
+            return replace(launched, read=lambda: unpack_sent_samples(expected()))
         logits = launched.logits
         requests, sampled = sample_requests(slices), select_sample_logits(logits, slices)
         if communicator.samples:
@@ -551,16 +545,15 @@ class Engine:
             return step
         samples = step.read()
         communicator.send_to_all(pack_samples(samples), SAMPLES)
-        return InFlightStep(launched, lambda: samples)
+        return replace(launched, read=lambda: samples)
 
-    def collect(self, in_flight: InFlightStep) -> float:
+    def collect(self, step: InFlightStep) -> float:
         """Read a step → its duration in ms; in a pipeline, in all stages."""
-        launched = in_flight.launched
-        self.rows.collect(launched.slices, in_flight.read())
-        self.collected_step = launched.number
+        self.rows.collect(step.slices, step.read())
+        self.collected_step = step.number
         if self.communicator.num_stages > 1:
-            return (time.monotonic() - launched.started_s) * 1e3
-        return self.pace.on_read(launched.started_s, time.monotonic(), self.rows.result.prefill_tokens) * 1e3
+            return (time.monotonic() - step.started_s) * 1e3
+        return self.pace.on_read(step.started_s, time.monotonic(), self.rows.result.prefill_tokens) * 1e3
 
     def forward_able(
         self, slices: StepSlices, previous: torch.Tensor | None

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.messages.request import LogitsParams, SamplingParams
-from gpu_worker.engine.engine import Engine, InFlightStep, LaunchedStep
+from gpu_worker.engine.engine import Engine, InFlightStep
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player
 from tests.support.engine.on_cuda import ANYWHERE, FLASH_FAMILIES, ON_GPUS, engine_on, needs_flash
@@ -78,14 +78,14 @@ def test_a_step_is_launched_before_the_one_before_it_is_read(
 ) -> None:
     events, launch, collect = list[tuple[str, int]](), engine.launch, engine.collect
 
-    def note_launch(before: InFlightStep | None = None) -> LaunchedStep | None:
+    def note_launch(before: InFlightStep | None = None) -> InFlightStep | None:
         launched = launch(before)
         if launched:
             events.append(("launch", launched.number))
         return launched
 
     def note_read(flight: InFlightStep) -> float:
-        events.append(("read", flight.launched.number))
+        events.append(("read", flight.number))
         return collect(flight)
 
     monkeypatch.setattr(engine, "launch", note_launch)

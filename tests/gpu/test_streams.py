@@ -14,7 +14,7 @@ from gpu_worker.engine.attention.backend import AttentionSpec, Geometry, KVCache
 from gpu_worker.engine.batch.inputs import build_inputs, to_device
 from gpu_worker.engine.batch.row import StepSlices
 from gpu_worker.engine.cuda.graphs import PLAIN, CudaGraphs
-from gpu_worker.engine.engine import InFlightStep, LaunchedStep, copy_step
+from gpu_worker.engine.engine import InFlightStep, copy_step
 from gpu_worker.engine.sampling.sampler import SamplerOutput
 from tests.gpu.test_attention import LENGTHS, Pair, parts_of
 from tests.support.engine import tiny_models
@@ -65,7 +65,7 @@ def test_samples_are_read_when_their_step_is_over(device: str) -> None:
         ids = torch.arange(64, device=where).mul_(3)
         logprobs = torch.full((64,), -0.5, device=where)
         output = SamplerOutput(ids, logprobs, ids[:, None][:, :0], logprobs[:, None][:, :0])
-        launched = LaunchedStep(1, StepSlices(()), torch.empty(0, 5, device=where), 0.0)
+        launched = InFlightStep(1, StepSlices(()), torch.empty(0, 5, device=where), 0.0)
         in_flight = replace(copy_step(launched, [None] * 64, output, []), ids=None)
         for number in range(20):  # where the samples were, if their memory were free
             torch.full((64,), number, device=where)

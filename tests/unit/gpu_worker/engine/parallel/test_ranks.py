@@ -276,7 +276,7 @@ def test_a_stage_has_its_part_of_weights_and_cache(ranks: Communicator, tmp_path
 
         def noted(oldest: Any) -> float:
             steps = [oldest, *engine.in_flight]
-            seen.append([[part.row.number for part in one.launched.slices] for one in steps])
+            seen.append([[part.row.number for part in one.slices] for one in steps])
             return collect(oldest)
 
         engine.collect = noted  # type: ignore
