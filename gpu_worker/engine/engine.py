@@ -522,8 +522,7 @@ class Engine:
         """
         communicator, slices = self.communicator, launched.slices
         if communicator.num_stages > 1 and not communicator.samples:
-            expected = communicator.expect_bytes(communicator.sampler, SAMPLES)
-            return replace(launched, read=lambda: unpack_sent_samples(expected()))
+            return replace(launched, read=lambda: unpack_sent_samples(communicator.receive(SAMPLES)))
         logits = launched.logits
         requests, sampled = sample_requests(slices), select_sample_logits(logits, slices)
         if communicator.samples:
