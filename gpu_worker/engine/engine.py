@@ -238,14 +238,6 @@ def pack_logprobs(output: SamplerOutput) -> PromptLogprobs:
     return PromptLogprobs(*(column.numpy().tobytes() for column in columns))
 
 
-def compile_model(loaded: LoadedModel, forward: Forward, progress: Progress) -> None:
-    """Compile the layers of a model whose attention compilers can look into."""
-    if not loaded.backend.compilable:
-        return
-    progress("compiling layers (longer the first time)")
-    compile_layers(loaded.model, loaded.attentions, partial(warmup.run_all_shapes, loaded, forward))
-
-
 def measure_costs(
     costs: ProposalCosts,
     loaded: LoadedModel,
@@ -361,9 +353,7 @@ class Engine:
         if (settings.speculation or self.drafter) and not loaded.pooling:
             measure_costs(self.costs, loaded, self.forward, self.drafter, communicator)
         # of a prompt token: in all stages together
-        token_ms = (
-            communicator.all_reduce_sum(int(warmup.token_ms(loaded) * 1e6)) / communicator.tp_size / 1e6
-        )
+        token_ms = sum(communicator.exchange(warmup.token_ms(loaded))) / communicator.tp_size
         measured = warmup.max_batch_prefill_tokens(token_ms, loaded.device)
         return WorkerCapacity(
             incarnation="",
@@ -389,11 +379,18 @@ class Engine:
         )
 
     def compile_and_capture(self, progress: Progress) -> None:
-        """Compile layers, and capture steps; do nothing with ENFORCE_EAGER."""
-        if not self.settings.enforce_eager:
-            compile_model(self.loaded, self.forward, progress)
-            self.try_to_capture(progress)
-            stop_compiling()
+        """Compile layers whose attention compilers can look into, and capture steps; do nothing with
+        ENFORCE_EAGER.
+        """
+        loaded = self.loaded
+        if self.settings.enforce_eager:
+            return
+        if loaded.backend.compilable:
+            progress("compiling layers (longer the first time)")
+            run_all_shapes = partial(warmup.run_all_shapes, loaded, self.forward)
+            compile_layers(loaded.model, loaded.attentions, run_all_shapes)
+        self.try_to_capture(progress)
+        stop_compiling()
 
     def try_to_capture(self, progress: Progress) -> None:
         """Capture graphs where attention allows it. If the model's code waits for the device within a step,

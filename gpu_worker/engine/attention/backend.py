@@ -404,8 +404,8 @@ class AttentionBackend:
         """Whether rows that decode are split for the sake of a long one: lengths int [rows] in the cache."""
         return False
 
-    def agree(self, smallest: Callable[[int], int]) -> None:
-        """Split the rows of the same steps on all ranks; `smallest`: the least number of all ranks."""
+    def agree(self, exchange: Callable[[Any], list[Any]]) -> None:
+        """Split the rows of the same steps on all ranks; `exchange` gives what all of them give."""
 
 
 @over_latents

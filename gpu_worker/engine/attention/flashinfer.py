@@ -505,11 +505,12 @@ class FlashInferBackend(AttentionBackend):
         shape = (self.split_heads, self.split_processors)
         return bool(self.split_heads and len(lengths) and splits_rows(lengths, *shape))
 
-    def agree(self, smallest: Callable[[int], int]) -> None:
+    def agree(self, exchange: Callable[[Any], list[Any]]) -> None:
         """Steps that are split have graphs of other sizes, and a sum over ranks must have one size. Ranks may
         have different numbers of K heads.
         """
-        self.split_heads, self.split_processors = smallest(self.split_heads), smallest(self.processors)
+        shapes = exchange((self.split_heads, self.processors))
+        self.split_heads, self.split_processors = map(min, zip(*shapes, strict=True))
 
     def plan_decode(self, positions: Int32, table: Int32) -> None:
         if not self.plan_free:

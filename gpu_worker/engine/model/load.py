@@ -102,7 +102,7 @@ def attach_empty(loaded: LoadedModel, communicator: Communicator) -> None:
     """Attach an empty cache, and have the ranks agree on what their backends do."""
     loaded.attach(0)
     if loaded.backend.capturable:
-        loaded.backend.agree(communicator.all_reduce_min)
+        loaded.backend.agree(communicator.exchange)
 
 
 def read_model(context: LoadContext) -> LoadedModel:

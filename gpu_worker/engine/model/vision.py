@@ -94,7 +94,7 @@ def make_encoder(
     if tower.model:
         encode = tower.try_out()
         embedding_ms = fastest_ms(encode, tower.device) / len(encode())
-    cost = communicator.all_reduce_min(round(embedding_ms / token_ms * 1e3)) / 1e3
+    cost = min(communicator.exchange(embedding_ms / token_ms))
     waits = communicator.world_size > 1
     return PictureEncoder(tower, PICTURE_CACHE_BYTES, cost, waits, side_threads)
 

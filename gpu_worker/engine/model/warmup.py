@@ -298,20 +298,20 @@ def count_room(
     share_bytes = (
         available_bytes
         if is_whole
-        else settings.cpu_cache_bytes * own_bytes // max(1, communicator.all_reduce_sum(own_bytes))
+        else settings.cpu_cache_bytes * own_bytes // max(1, sum(communicator.exchange(own_bytes)))
     )
     num_slots = num_snapshots = 0
-    if communicator.all_reduce_sum(loaded.states.slot_bytes):
+    if sum(communicator.exchange(loaded.states.slot_bytes)):
         slots = count_slots(loaded, share_bytes, settings.max_batch_size)
-        num_slots = communicator.all_reduce_min(slots)
+        num_slots = min(communicator.exchange(slots))
         left_bytes = share_bytes - slots_bytes(loaded, num_slots)
         if settings.prefix_caching and loaded.names_blocks:
             most = SNAPSHOTS_PER_ROW * num_slots
             if slot_bytes := loaded.states.slot_bytes:  # a stage without states has room for any number
                 most = min(most, min(left_bytes, share_bytes // SNAPSHOT_SHARE) // slot_bytes)
-            num_snapshots = communicator.all_reduce_min(most)
+            num_snapshots = min(communicator.exchange(most))
         share_bytes = left_bytes - loaded.states.slot_bytes * num_snapshots
-    num_blocks = communicator.all_reduce_min(geometry.num_blocks(share_bytes, available_bytes))
+    num_blocks = min(communicator.exchange(geometry.num_blocks(share_bytes, available_bytes)))
     if num_slots:
         num_blocks = min(num_blocks, (num_slots + num_snapshots) * loaded.max_row_blocks)
     return CacheRoom(num_blocks, num_slots, num_snapshots)

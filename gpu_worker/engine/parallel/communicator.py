@@ -81,14 +81,6 @@ class Communicator:
             dist.all_gather_object(messages, message)
         return messages
 
-    def all_reduce_min(self, value: int) -> int:
-        """The least number of all ranks."""
-        return int(min(self.exchange(value)))
-
-    def all_reduce_sum(self, value: int) -> int:
-        """The sum of the numbers of all ranks."""
-        return int(sum(self.exchange(value)))
-
     @property
     def samples(self) -> bool:
         """Whether this rank samples for all."""

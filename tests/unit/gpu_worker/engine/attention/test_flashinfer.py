@@ -182,9 +182,9 @@ def test_all_ranks_split_the_rows_of_the_same_steps() -> None:
         ranks[-1].processors = ranks[-1].split_processors = 132
     steps = [np.array([2**13] + [256] * rows, np.int32) for rows in range(1, 200)]
     assert any(ranks[0].splits_rows(step) != ranks[1].splits_rows(step) for step in steps)
-    fewest = {number: min(rank.split_heads for rank in ranks) for number in (1, 4)}
+    shapes = [(rank.split_heads, rank.processors) for rank in ranks]
     for rank in ranks:
-        rank.agree(lambda number: fewest.get(number, number))
+        rank.agree(lambda own: shapes)
     assert all(ranks[0].splits_rows(step) == ranks[1].splits_rows(step) for step in steps)
     assert any(ranks[0].splits_rows(step) for step in steps)
 
