@@ -93,11 +93,9 @@ class Bench:
         self.settled = SettledEngine(self.engine)  # it waits, where an engine's loop would wait for grants
         self.next_block = 1
         self.next_row = 0
-        assert self.engine.pictures
-        tower = self.engine.pictures.tower
-        tensors = tower.process(new_picture(0), 0)
-        num_units = tower.family.shape(tensors).num_units
-        self.num_tokens = num_units * len(tower.encode(tensors, 0))
+        tower: Any = self.engine.pictures.tower  # type: ignore[union-attr]
+        made = tower.process(new_picture(0), 0)
+        self.num_tokens = tower.family.shape(made).num_units * len(tower.encode(made, 0))
 
     def row(self, ids: list[int], end: int, data: bytes = b"") -> NewRow:
         count = -(-(len(ids) + end) // self.engine.block_size)

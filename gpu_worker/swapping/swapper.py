@@ -116,23 +116,6 @@ def find_tokenizer(settings: Settings, directory: Path) -> Tokenizer:
     return read_other_tokenizer(found, directory)
 
 
-async def wait_for_engine(settings: Settings, engine: EngineClient, incarnation: str) -> WorkerCapacity:
-    """Wait until the engine is loaded; heartbeats tell meanwhile what it does. Raises SettingError,
-    EngineDied.
-    """
-    doing = "starting"
-
-    def progress(text: str) -> None:
-        nonlocal doing
-        doing = text
-        log.info(text)
-
-    async with PoolClient.connect(settings) as pool:
-        heartbeat = Heartbeat(pool, STARTING, incarnation, settings.worker_ttl_s)
-        async with heartbeat.sending(settings.heartbeat_s, lambda: {"doing": doing}):
-            return await engine.ready(progress)
-
-
 def capacity(
     settings: Settings, ready: WorkerCapacity, name: str, incarnation: str, directory: Path
 ) -> WorkerCapacity:
@@ -276,7 +259,7 @@ class ServedModel:
                 engine.wake_up()
             if directory:
                 await self.read_tokenizer(directory)
-            ready = await wait_for_engine(self.settings, engine, incarnation)
+            ready = await self.loaded(engine, incarnation)
             directory = directory or resolve(self.settings, ready.dtype)
             worker = capacity(self.settings, ready, name, incarnation, directory)
             await self.read_tokenizer(directory)
@@ -287,6 +270,20 @@ class ServedModel:
         self.doing = "awake"
         self.num_failures = 0
         return engine, worker
+
+    async def loaded(self, engine: EngineClient, incarnation: str) -> WorkerCapacity:
+        """Wait until the engine is loaded; heartbeats tell meanwhile what it does. Raises SettingError,
+        EngineDied.
+        """
+        doing: dict[str, str | int] = {"doing": "starting"}
+
+        def progress(text: str) -> None:
+            doing["doing"] = text
+            log.info(text)
+
+        beat = Heartbeat(self.client, STARTING, incarnation, self.settings.worker_ttl_s)
+        async with beat.sending(self.settings.heartbeat_s, lambda: doing):
+            return await engine.ready(progress)
 
     async def read_tokenizer(self, directory: Path) -> None:
         """Make the state of the first incarnation over an engine, if there is none yet."""
