@@ -531,8 +531,7 @@ class Engine:
         )
         communicator.share(output.ids)
         copied = copy_logits(logits, slices) if communicator.samples else []
-        groups = self.rows.groups
-        searches = [*search_steps(slices, groups, self.loaded.vocab_size)] if groups else []
+        searches = [*search_steps(slices, self.loaded.vocab_size)]
         beams = score_beams(sampled, requests, searches, communicator.samples) if searches else None
         if beams is not None:
             communicator.share(beams)

@@ -28,7 +28,7 @@ from common.messages.records import BeamSequence, num_group_blocks, pack_sequenc
 from common.messages.request import BeamParams, StoppingParams
 from common.model_files import read_tokenizer
 from gpu_worker.engine.batch.inputs import to_device
-from gpu_worker.engine.batch.row import Row, RowOutput, RowSlice, StepPart
+from gpu_worker.engine.batch.row import Row, RowOutput, RowSlice, StepPart, step_of
 from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
 from gpu_worker.engine.batch.step_result import Candidate, Int32, StepSamples
 from gpu_worker.engine.sampling.sampler import adjust_scores
@@ -383,19 +383,17 @@ class SearchStep:
     num_found: int
 
 
-def search_steps(
-    slices: Sequence[RowSlice], groups: Mapping[int, BeamGroup], vocab_size: int
-) -> Iterator[SearchStep]:
+def search_steps(slices: Sequence[RowSlice], vocab_size: int) -> Iterator[SearchStep]:
     """Yield the searches that sample in a step of these slices. The slices of a search are neighbours. One
     that has lost a beam, since its forward failed, has ended.
     """
-    end = 0
-    for number, parts in groupby(slices, lambda row_slice: row_slice.row.number):
+    step = step_of(slices)
+    end = len(step.rows)
+    for output, parts in groupby(step.others, lambda row_slice: row_slice.row.output):
         begin, end = end, end + sum(row_slice.num_samples for row_slice in parts)
-        group = groups.get(number)
-        if group and end - begin == len(group.search.beams):
-            num_found = min(group.search.num_candidates, (end - begin) * vocab_size)
-            yield SearchStep(number, group.search, begin, end, num_found)
+        if isinstance(output, BeamGroup) and end - begin == len(output.search.beams):
+            num_found = min(output.search.num_candidates, (end - begin) * vocab_size)
+            yield SearchStep(output.leader.number, output.search, begin, end, num_found)
 
 
 @torch.inference_mode()

@@ -82,7 +82,6 @@ class Rows:
         numbers: LINE [lines]; the numbers of rows, a column each: no loop over rows that only go on.
         held: [lines]; the rows.
         order: int64 [rows]; the lines of the rows, in the order of their starts; `free`: the others.
-        groups: beam searches, by the number of their row.
         copies: blocks that must be copied before the step just launched is computed.
         step: the last step launched.
         grant: the newest plan.
@@ -107,7 +106,6 @@ class Rows:
     encoding: EncodingSchedule = field(default_factory=EncodingSchedule)
     state_slots: StateSlots | None = None
     computes_whole: bool = False
-    groups: dict[int, BeamGroup] = field(default_factory=dict)
     copies: list[Copy] = field(default_factory=list)
     rows: dict[int, Row] = field(default_factory=dict)
     numbers: npt.NDArray[np.void] = field(default_factory=lambda: np.zeros(MOST_ROWS, LINE))
@@ -181,8 +179,7 @@ class Rows:
             first = Beam(state=row.sampling_state, text=text)
             search = BeamSearch(request.beams, row.max_new_tokens, row.ends, [first])
             copies = self.copies, self.state_slots.copies if self.state_slots else []
-            group = BeamGroup(row, search, self.block_size, *copies, num_places=request.beams.width)
-            row.output = self.groups[row.number] = group
+            row.output = BeamGroup(row, search, self.block_size, *copies, num_places=request.beams.width)
         row.place = place = self.free.pop()
         row.line = self.numbers[place : place + 1].view(np.int64).data
         self.held[place], self.order = row, np.append(self.order, place)
@@ -400,7 +397,6 @@ class Rows:
         """Release the blocks of an ended row, unless a launched step still holds it."""
         if not row.output.num_in_flight(row):
             del self.rows[row.number]
-            self.groups.pop(row.number, None)
             self.result.released.append((row.number, row.kv_len + row.output.num_decoded))
             num_kept = row.kv_len // self.block_size if self.prefix_caching else 0
             if self.on_freed:

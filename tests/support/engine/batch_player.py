@@ -136,10 +136,9 @@ class Player:
         row, size, beams = self.rows[number], self.engine.block_size, self.starts[number].request.beams
         if beams is None:
             return -(-(row.length + len(row.ids) + lead) // size)
-        group = self.engine.rows.groups.get(number)
-        return num_group_blocks(
-            row.length, row.length + (group.search.length if group else 0) + lead, beams.width, size
-        )
+        held: Any = self.engine.rows.rows.get(number)
+        searched = held.output.search.length if held else 0
+        return num_group_blocks(row.length, row.length + searched + lead, beams.width, size)
 
     def run(
         self, starts: Sequence[NewRow], horizon: int = 4, lead: int = 4, served: int = 1000
@@ -220,6 +219,6 @@ class Player:
 
 def player(engine: Any, prefill_tokens: int = 1000, num_blocks: int = 0, **options: Any) -> Player:
     """A player with all blocks of an engine, or few; rows of earlier tests have all ended."""
-    assert not (engine.rows.rows or engine.rows.groups)
+    assert not engine.rows.rows
     free = list(range(1, (num_blocks or engine.ready.num_blocks) + 1))
     return Player(engine, free, prefill_tokens, until=engine.rows.step, **options)

@@ -190,7 +190,8 @@ class SimulatedWorker:
         slices = self.engine.launch()
         self.most_rows = max(self.most_rows, len(slices))
         ids = [self.sample(one, place) for one in slices for place in range(one.num_samples)]
-        found = {number: candidates(group) for number, group in self.engine.groups.items()}
+        outputs = {number: row.output for number, row in self.engine.rows.items()}
+        found = {number: candidates(one) for number, one in outputs.items() if isinstance(one, BeamGroup)}
         self.engine.collect(slices, StepSamples(ids, [0.0] * len(ids), candidates=found))
         for one in slices:
             self.fill(self.rows[one.row.number], one)

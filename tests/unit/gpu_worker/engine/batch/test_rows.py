@@ -462,7 +462,7 @@ def test_beams_read_their_own_tokens_from_blocks_that_suffice(
             continue
         memory.copy(rows.copies)
         rows.copies.clear()
-        group = rows.groups[1]
+        group: Any = rows.rows[1].output
         texts = [beam.ids for beam in group.search.beams]
         for row_slice, text in zip(slices, texts, strict=True):
             memory.write(row_slice, [*range(num_prompt), *text])
@@ -478,7 +478,7 @@ def test_beams_read_their_own_tokens_from_blocks_that_suffice(
         num_samples = len(slices)
         rows.collect(slices, StepSamples([7] * num_samples, [-1.0] * num_samples, candidates={1: candidates}))
     result = rows.take_result()
-    assert [row for row, _ in result.released] == [1] and not rows.groups and not rows.copies
+    assert [row for row, _ in result.released] == [1] and not rows.rows and not rows.copies
     assert len(result.sequences) == 1
 
 
