@@ -296,6 +296,7 @@ def logits_span(request: Generate) -> tuple[int, int, str] | None:
     return logits.first_position(request.num_prompt), end, logits.dtype
 
 
+@dataclass(slots=True, eq=False)
 class RowSlice:
     """What one step computes of a row: `count` positions from `begin` on, then a sample if `samples`, and one
     more sample after each proposal.
@@ -314,35 +315,26 @@ class RowSlice:
         num_logits: last tokens whose logits are needed: the scored ones, then those that are sampled from.
     """
 
-    __slots__ = (
-        *("row", "begin", "count", "samples", "source_place", "num_scored", "proposed", "method"),
-        *("num_returns", "decodes", "kv_len", "num_samples", "num_logits"),
-    )
+    row: Row
+    begin: int
+    count: int
+    samples: bool
+    source_place: int | None = None
+    num_scored: int = 0
+    proposed: Sequence[int] = ()
+    method: str = ""
+    num_returns: int = field(init=False)
+    decodes: bool = field(init=False)
+    kv_len: int = field(init=False)
+    num_samples: int = field(init=False)
+    num_logits: int = field(init=False)
 
-    def __init__(
-        self,
-        row: Row,
-        begin: int,
-        count: int,
-        samples: bool,
-        source_place: int | None = None,
-        num_scored: int = 0,
-        proposed: Sequence[int] = (),
-        method: str = "",
-    ) -> None:
-        self.row = row
-        self.begin = begin
-        self.count = count
-        self.samples = samples
-        self.source_place = source_place
-        self.num_scored = num_scored
-        self.proposed = proposed
-        self.method = method
-        self.num_returns = row.num_returns
-        self.decodes = begin >= len(row.ids)
-        self.kv_len = begin + count
-        self.num_samples = samples + len(proposed)
-        self.num_logits = num_scored + self.num_samples
+    def __post_init__(self) -> None:
+        self.num_returns = self.row.num_returns
+        self.decodes = self.begin >= len(self.row.ids)
+        self.kv_len = self.begin + self.count
+        self.num_samples = self.samples + len(self.proposed)
+        self.num_logits = self.num_scored + self.num_samples
 
     @property
     def returned_logits(self) -> range:
