@@ -8,8 +8,8 @@ A frame is a msgpack array: its name, then its fields in order. The agent sends 
 the bytes of pictures; the engine sends `LoadProgress` while it loads, its `WorkerCapacity` once, then one
 `StepResult` for each step (and for each boundary at which rows were stopped without a step), or
 `EngineFailure`. A forked engine waits for `Begin` first. `Sleep`, `Asleep`,
-`WakeUp` and `WorkerCapacity` follow each other where a worker has several models. Each `LoadAdapter` and
-`UnloadAdapter` has one answer, in their order. Ids and blocks are packed little-endian int32,
+`WakeUp` and `WorkerCapacity` follow each other where a worker has several models. Each `SetAdapter` has one
+answer, in their order. Ids and blocks are packed little-endian int32,
 log-probabilities packed float32.
 
 No torch is imported here, so that an engine can report to its agent before it has imported the rest.
@@ -60,31 +60,23 @@ class UnservableModel(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class LoadAdapter:
-    """Rows that start after it may name this LoRA adapter. The engine answers `AdapterAnswer`.
-    If there was an adapter of that name, the new one takes its place, unless it is refused;
+class SetAdapter:
+    """Rows that start after it may name this LoRA adapter, or cannot any more. The engine answers
+    `AdapterAnswer`. If there was an adapter of that name, the new one takes its place, unless it is refused;
     rows that have started go on with the one that they have.
 
     Attributes:
-        path: folder with `adapter_config.json` and `adapter_model.safetensors`, on each machine of it.
+        path: folder with `adapter_config.json` and `adapter_model.safetensors`, on each machine of it; empty:
+            the adapter is unloaded.
     """
 
     name: str
-    path: str
-
-
-@dataclass(frozen=True, slots=True)
-class UnloadAdapter:
-    """Rows that start after it cannot name this adapter; rows that have it go on. The engine answers
-    `AdapterAnswer`, also if there is no such adapter.
-    """
-
-    name: str
+    path: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterAnswer:
-    """A `LoadAdapter` or `UnloadAdapter` was obeyed: rows may name the adapter, or cannot any more. With a
+    """A `SetAdapter` was obeyed: rows may name the adapter, or cannot any more. With a
     `cause`, which begins without a capital, the adapter cannot be served.
     """
 
@@ -198,7 +190,7 @@ class EngineFailure:
     cause: str
 
 
-Command = Plan | LoadAdapter | UnloadAdapter
+Command = Plan | SetAdapter
 """What the engine obeys between two steps."""
 Frame = (
     Begin

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from benchmarks.engine import UNLIMITED_STEPS
 from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine
-from gpu_worker.protocol import AdapterAnswer, LoadAdapter, UnloadAdapter
+from gpu_worker.protocol import AdapterAnswer, SetAdapter
 from tests.support.engine.row_steps import plan, start_row
 
 NUM_ADAPTERS = 16
@@ -57,7 +57,7 @@ def load_adapters(engine: Engine, layers: Sequence[str], rank: int) -> float:
         for number in range(NUM_ADAPTERS):
             path = Path(folder, str(number))
             write_adapter(engine, path, layers, rank, number)
-            assert engine.obey(LoadAdapter(str(number), str(path))) == AdapterAnswer(str(number))
+            assert engine.obey(SetAdapter(str(number), str(path))) == AdapterAnswer(str(number))
     return sum(pair.nbytes for packed in engine.adapters.host.values() for pair in packed.values())
 
 
@@ -95,7 +95,7 @@ def compare(engines: Sequence[Engine], num_rows: int, kind: str) -> None:
     print(f"{kind} ({num_bytes / 2**20:.0f} MiB): {', '.join(figures)}", flush=True)
     for number in range(NUM_ADAPTERS):
         for engine in engines[1:]:
-            engine.obey(UnloadAdapter(str(number)))
+            engine.obey(SetAdapter(str(number)))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

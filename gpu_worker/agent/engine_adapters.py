@@ -13,7 +13,7 @@ from common.broker.client import FailureLog
 from common.broker.pool_client import ChangeRefused, PoolClient
 from common.process.event_loop import until_beat
 from gpu_worker.agent.engine_client import EngineClient
-from gpu_worker.protocol import LoadAdapter, UnloadAdapter
+from gpu_worker.protocol import SetAdapter
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class AdapterFollower:
                 raise AdapterFault(adapter.failure)
             folder = await asyncio.to_thread(find_own_folder, adapter)
             self.loading = adapter
-            cause = (await self.engine.ask(LoadAdapter(key, str(folder)))).cause
+            cause = (await self.engine.ask(SetAdapter(key, str(folder)))).cause
             self.loading = None
         except AdapterFault as fault:
             cause = str(fault)
@@ -133,7 +133,7 @@ class AdapterFollower:
     async def unload(self, key: str) -> None:
         self.adapters.loaded.discard(key)  # first: no row may start with it from here on
         self.note_change()
-        await self.engine.ask(UnloadAdapter(key))
+        await self.engine.ask(SetAdapter(key))
         log.info("the adapter %s is unloaded", key)
 
 

@@ -28,12 +28,11 @@ from gpu_worker.protocol import (
     EngineFailure,
     Frame,
     FrameDecoder,
-    LoadAdapter,
     LoadProgress,
     ProtocolError,
+    SetAdapter,
     Sleep,
     StepResult,
-    UnloadAdapter,
     WakeUp,
     encode,
 )
@@ -250,7 +249,7 @@ class EngineClient:
 
     Attributes:
         failure: why a rank above 0 ended.
-        asked: who waits for answers to `LoadAdapter` and `UnloadAdapter`, which come in their order.
+        asked: who waits for answers to `SetAdapter`, which come in their order.
     """
 
     def __init__(self, ranks: Sequence[RankProcess]) -> None:
@@ -356,7 +355,7 @@ class EngineClient:
             asked.set_result(frame)
         return True
 
-    async def ask(self, command: LoadAdapter | UnloadAdapter) -> AdapterAnswer:
+    async def ask(self, command: SetAdapter) -> AdapterAnswer:
         """Send the engine a command about an adapter, and return its answer, which `run_steps` takes."""
         asked: asyncio.Future[AdapterAnswer] = asyncio.get_running_loop().create_future()
         self.asked.append(asked)

@@ -20,7 +20,7 @@ from gpu_worker.engine.adapters.weights import Packed, read_adapter, stamp_of
 from gpu_worker.engine.batch.adapters import Adapter
 from gpu_worker.engine.batch.row import RowSlice, StepPart, step_of
 from gpu_worker.engine.parallel.communicator import Communicator
-from gpu_worker.protocol import AdapterAnswer, LoadAdapter, UnloadAdapter
+from gpu_worker.protocol import AdapterAnswer, SetAdapter
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +48,9 @@ class AdapterCache(StepPart):
         self.host: dict[Adapter, Packed] = {}
         self.used: dict[Adapter, None] = {}
 
-    def obey(self, command: LoadAdapter | UnloadAdapter, in_use: Iterable[Adapter]) -> AdapterAnswer:
+    def obey(self, command: SetAdapter, in_use: Iterable[Adapter]) -> AdapterAnswer:
         """Load or unload an adapter; rows go on with those `in_use`."""
-        if isinstance(command, LoadAdapter):
+        if command.path:
             answer = self.load(command.name, Path(command.path))
         else:
             self.known.pop(command.name, None)

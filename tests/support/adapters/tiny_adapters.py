@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from gpu_worker.protocol import AdapterAnswer, LoadAdapter
+from gpu_worker.protocol import AdapterAnswer, SetAdapter
 from tests.support.engine.tiny_engine import check_ids, prompts
 from tests.support.engine.tiny_models import generate
 
@@ -80,7 +80,7 @@ COUNT = 12
 
 def load_adapters(engine: Any, folders: dict[str, Path]) -> None:
     for name, folder in folders.items():
-        assert engine.obey(LoadAdapter(name, str(folder))) == AdapterAnswer(name)
+        assert engine.obey(SetAdapter(name, str(folder))) == AdapterAnswer(name)
 
 
 def check_adapters(engine: Any, model: Any, folders: dict[str, Path], names: list[str]) -> None:

@@ -37,12 +37,11 @@ from gpu_worker.protocol import (
     AdapterAnswer,
     AgentLink,
     Asleep,
-    LoadAdapter,
     LoadProgress,
     ModelSleeps,
     PeerClosed,
+    SetAdapter,
     StepResult,
-    UnloadAdapter,
     WakeUp,
 )
 
@@ -112,11 +111,11 @@ class ScriptedEngine:
                 self.chains[one.row.number] ^= wrong
                 self.contents[blocks[place]] = checksum(ids, place)
 
-    def obey(self, command: LoadAdapter | UnloadAdapter) -> AdapterAnswer:
+    def obey(self, command: SetAdapter) -> AdapterAnswer:
         """Load or unload an adapter. A folder without an `adapter_config.json` is refused, and so is a rank
         that is too large.
         """
-        if isinstance(command, UnloadAdapter):
+        if not command.path:
             self.adapters.pop(command.name, None)
             return AdapterAnswer(command.name)
         path = Path(command.path)

@@ -13,11 +13,10 @@ from gpu_worker.protocol import (
     EngineFailure,
     Frame,
     FrameDecoder,
-    LoadAdapter,
     LoadProgress,
     ProtocolError,
+    SetAdapter,
     StepResult,
-    UnloadAdapter,
     encode,
 )
 from tests.support.engine.row_steps import plan, start_row
@@ -50,9 +49,9 @@ FRAMES: list[Frame] = [
         64,
     ),
     EngineFailure("dtype", "float7 is none"),
-    LoadAdapter("sql", "/adapters/sql"),
+    SetAdapter("sql", "/adapters/sql"),
     AdapterAnswer("sql", "/adapters/sql has no adapter_config.json"),
-    UnloadAdapter("sql"),
+    SetAdapter("sql"),
     AdapterAnswer("sql"),
 ]
 

@@ -14,7 +14,7 @@ from common.settings.fields import AdapterSource
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.engine_adapters import AdapterFollower, EngineAdapters
 from gpu_worker.agent.engine_client import EngineDied, StepsHandler
-from gpu_worker.protocol import AdapterAnswer, LoadAdapter, UnloadAdapter
+from gpu_worker.protocol import AdapterAnswer, SetAdapter
 from tests.support.adapters.files import write_adapter
 from tests.support.agents import RecordingEngine, make_agent, start
 from tests.support.broker_state import KEYS
@@ -28,11 +28,11 @@ class AdapterEngine(RecordingEngine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.commands: list[LoadAdapter | UnloadAdapter] = []
+        self.commands: list[SetAdapter] = []
 
-    async def ask(self, command: LoadAdapter | UnloadAdapter) -> AdapterAnswer:
+    async def ask(self, command: SetAdapter) -> AdapterAnswer:
         self.commands.append(command)
-        return AdapterAnswer(command.name, self.cause if isinstance(command, LoadAdapter) else "")
+        return AdapterAnswer(command.name, self.cause if command.path else "")
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def follower_of(redis: Redis) -> AdapterFollower:
     )
 
 
-def commands(follower: AdapterFollower) -> list[LoadAdapter | UnloadAdapter]:
+def commands(follower: AdapterFollower) -> list[SetAdapter]:
     assert isinstance(follower.engine, AdapterEngine)
     taken, follower.engine.commands = follower.engine.commands, []
     return taken
@@ -79,11 +79,11 @@ async def test_the_engine_loads_what_the_registry_has_and_unloads_what_it_has_no
     adapter = await put(follower, write_adapter(tmp_path / "sql"))
     await follow(follower)
     await follow(follower)
-    assert commands(follower) == [LoadAdapter(adapter.key, str(tmp_path / "sql"))]
+    assert commands(follower) == [SetAdapter(adapter.key, str(tmp_path / "sql"))]
     assert follower.adapters.message.loaded == [adapter.key]
     await forget(follower, adapter)
     await follow(follower)
-    assert commands(follower) == [UnloadAdapter(adapter.key)]
+    assert commands(follower) == [SetAdapter(adapter.key)]
     assert follower.adapters.message.loaded == []
 
 
@@ -132,7 +132,7 @@ async def test_what_the_engine_refuses_is_told_with_the_cause(
 class DyingEngine(AdapterEngine):
     """Ends when it is told to load an adapter."""
 
-    async def ask(self, command: LoadAdapter | UnloadAdapter) -> AdapterAnswer:
+    async def ask(self, command: SetAdapter) -> AdapterAnswer:
         asked: asyncio.Future[AdapterAnswer] = asyncio.get_running_loop().create_future()
         self.asked.append(asked)
         return await asked

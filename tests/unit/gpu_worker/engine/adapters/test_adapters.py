@@ -11,7 +11,7 @@ import torch
 
 from common.messages.request import BeamParams, SamplingParams
 from gpu_worker.engine.engine import Engine
-from gpu_worker.protocol import AdapterAnswer, LoadAdapter, UnloadAdapter
+from gpu_worker.protocol import AdapterAnswer, SetAdapter
 from tests.support.adapters.tiny_adapters import (
     COUNT,
     LINEARS,
@@ -182,8 +182,8 @@ def test_an_adapter_that_is_unloaded_while_rows_have_it_serves_them_and_no_other
     engine.apply(plan(100, 64, blocks=played.grow(COUNT, 1)))
     first = engine.step()
     assert first and first.num_samples == 1
-    assert engine.obey(UnloadAdapter("a")) == AdapterAnswer("a")
-    assert engine.obey(LoadAdapter("a", str(named["b"]))) == AdapterAnswer("a")
+    assert engine.obey(SetAdapter("a")) == AdapterAnswer("a")
+    assert engine.obey(SetAdapter("a", str(named["b"]))) == AdapterAnswer("a")
     later = played.start(2, PROMPT, COUNT, ignore_eos=True, adapter="a")
     engine.apply(plan(100, 64, [later]))
     engine.apply(plan(100, 64, blocks=played.grow(COUNT, 2)))
@@ -191,7 +191,7 @@ def test_an_adapter_that_is_unloaded_while_rows_have_it_serves_them_and_no_other
         played.collect(step)
     assert played.ids[1] == ids_of(llama[0], named["a"])
     assert played.ids[2] == ids_of(llama[0], named["b"])
-    engine.obey(UnloadAdapter("other"))
+    engine.obey(SetAdapter("other"))
     assert len(engine.adapters.host) == 1, "nothing is left of the first"
 
 
@@ -221,9 +221,9 @@ def test_rows_of_an_adapter_whose_files_have_changed_end_and_others_go_on(
 def test_an_engine_that_takes_no_adapters_says_so(llama: tuple[Any, Path]) -> None:
     engine = engine_of(llama[1], enable_lora=False)
     assert engine.ready.max_loras == 0
-    answer = engine.obey(LoadAdapter("a", "/nowhere"))
+    answer = engine.obey(SetAdapter("a", "/nowhere"))
     assert answer == AdapterAnswer("a", "this worker takes no adapters (ENABLE_LORA)")
-    assert engine.obey(UnloadAdapter("a")) == AdapterAnswer("a")
+    assert engine.obey(SetAdapter("a")) == AdapterAnswer("a")
 
 
 def test_what_is_loaded_stays_where_its_successor_is_refused(
@@ -231,9 +231,9 @@ def test_what_is_loaded_stays_where_its_successor_is_refused(
 ) -> None:
     engine = engine_of(llama[1], max_loras=3, max_lora_rank=16)
     assert (engine.ready.max_loras, engine.ready.max_lora_rank, engine.adapters.num_kept) == (3, 16, 12)
-    assert engine.obey(LoadAdapter("a", str(named["a"]))) == AdapterAnswer("a")
+    assert engine.obey(SetAdapter("a", str(named["a"]))) == AdapterAnswer("a")
     change_config(named["b"], use_dora=True)
-    assert engine.obey(LoadAdapter("a", str(named["b"]))) != AdapterAnswer("a")
+    assert engine.obey(SetAdapter("a", str(named["b"]))) != AdapterAnswer("a")
     assert play_named(engine, {1: "a"})[1] == ids_of(llama[0], named["a"])
 
 
@@ -315,7 +315,7 @@ def folder(engine: Engine, tmp_path: Path) -> Path:
 
 
 def refusal(engine: Engine, folder: Path) -> str:
-    answer = engine.obey(LoadAdapter("a", str(folder)))
+    answer = engine.obey(SetAdapter("a", str(folder)))
     assert isinstance(answer, AdapterAnswer)
     return answer.cause
 

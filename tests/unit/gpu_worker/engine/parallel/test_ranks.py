@@ -40,7 +40,7 @@ from gpu_worker.engine.parallel.stages import (
     split_heads,
     split_layers,
 )
-from gpu_worker.protocol import AdapterAnswer, LoadAdapter, UnservableModel
+from gpu_worker.protocol import AdapterAnswer, SetAdapter, UnservableModel
 from tests.support.adapters.tiny_adapters import (
     LINEARS,
     change_config,
@@ -351,7 +351,7 @@ def test_adapters(ranks: Communicator, tmp_path: Path) -> None:
     damaged = save_adapter(model, tmp_path / "damaged", 3, target_modules=["q_proj"])
     change_config(damaged, use_dora=True)
     with Led(ranks, **settings_of(tmp_path / "model")) as engine:
-        refusal = engine.obey(LoadAdapter("damaged", str(damaged)))
+        refusal = engine.obey(SetAdapter("damaged", str(damaged)))
         assert isinstance(refusal, AdapterAnswer) and "DoRA" in refusal.cause
         load_adapters(engine, folders)
         check_adapters(engine, model, folders, ["", "all", "few"])

@@ -28,7 +28,7 @@ from gpu_worker.engine.states.model_states import (
     find_mixers,
 )
 from gpu_worker.engine.states.scans import continued
-from gpu_worker.protocol import AdapterAnswer, LoadAdapter, UnservableModel
+from gpu_worker.protocol import AdapterAnswer, SetAdapter, UnservableModel
 from tests.support.adapters.tiny_adapters import check_adapters, load_adapters, save_adapter
 from tests.support.engine import reference, tiny_models
 from tests.support.engine.batch_player import Player, player
@@ -124,7 +124,7 @@ def test_adapters_change_attention_and_no_mixer(granite: tuple[Path, Ids], tmp_p
     engine = engine_of(granite[0])
     load_adapters(engine, {"served": served})
     check_adapters(engine, model, {"served": served}, ["", "served"])
-    answer = engine.obey(LoadAdapter("refused", str(refused)))
+    answer = engine.obey(SetAdapter("refused", str(refused)))
     assert isinstance(answer, AdapterAnswer) and "has states, and adapters change none such" in answer.cause
 
 
