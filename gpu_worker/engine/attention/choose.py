@@ -225,28 +225,19 @@ def attend_to_nothing(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
 def choose_backend(
     geometry: Geometry, device: torch.device, max_rows: int, max_blocks: int
 ) -> AttentionBackend:
-    """The fastest backend that has kernels for the model. Steps have at most `max_rows` rows of
-    `max_blocks`.
+    """The fastest backend that has kernels for the model: on CUDA FlashInfer's, where it is installed. Steps
+    have at most `max_rows` rows of `max_blocks`.
     """
     if any(layer.spec.sees != PAST for layer in geometry.layers):
         return SdpaBackend(geometry, device)
-    if device.type == "cuda":
-        return choose_cuda_backend(geometry, device, max_rows, max_blocks)
-    library = native.library() if cpu_paged.supports(geometry) else None
-    return CpuPagedBackend(geometry, library) if library else SdpaBackend(geometry, device)
-
-
-def choose_cuda_backend(
-    geometry: Geometry, device: torch.device, max_rows: int, max_blocks: int
-) -> AttentionBackend:
-    """FlashInfer's attention where it is installed and has kernels for the model."""
-    if find_spec("flashinfer") is None:
-        log.warning("flashinfer-python is not installed: torch's attention is used and is slower")
-        return SdpaBackend(geometry, device)
-    from gpu_worker.engine.attention import flashinfer
-
-    if reason := unsupported_because(geometry):
+    if device.type != "cuda":
+        library = native.library() if cpu_paged.supports(geometry) else None
+        return CpuPagedBackend(geometry, library) if library else SdpaBackend(geometry, device)
+    is_there = find_spec("flashinfer") is not None
+    if reason := unsupported_because(geometry) if is_there else "flashinfer-python is not installed":
         log.warning("torch's attention is used instead of FlashInfer's, and is slower: %s", reason)
         return SdpaBackend(geometry, device)
+    from gpu_worker.engine.attention.flashinfer import FlashInferBackend
+
     generation = torch.cuda.get_device_capability(device)[0]
-    return flashinfer.FlashInferBackend(geometry, device, generation, max_rows, max_blocks)
+    return FlashInferBackend(geometry, device, generation, max_rows, max_blocks)

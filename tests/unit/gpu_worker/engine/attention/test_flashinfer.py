@@ -30,6 +30,7 @@ from tests.support.parameters.slow_but import slow_but
 
 if not install():
     pytest.skip("where there is a GPU, the tests marked gpu try the real parts", allow_module_level=True)
+from gpu_worker.engine.attention import flashinfer
 from gpu_worker.engine.attention.flashinfer import FlashInferBackend
 
 HOPPER = 9
@@ -227,5 +228,7 @@ def test_unsupported_models_use_torch(
         assert workspace_bytes(geometry, 132, 256) == 2**27
     monkeypatch.setattr(choose, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (HOPPER, 0))
-    backend = choose.choose_cuda_backend(geometry, CPU, 8, 4)
+    made = (geometry, CPU, HOPPER, 8, 4)
+    monkeypatch.setattr(flashinfer, "FlashInferBackend", lambda *given: FlashInferBackend(*made))
+    backend = choose.choose_backend(geometry, torch.device("cuda"), 8, 4)
     assert isinstance(backend, SdpaBackend if why else FlashInferBackend) and found in caplog.text
