@@ -8,8 +8,6 @@ Then prompts beside rows that decode wait until the budgets of further steps hav
 
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from gpu_worker.engine.batch.prefill_budget import StepBudget
 from gpu_worker.engine.batch.row import Row, RowSlice
@@ -79,60 +77,33 @@ def num_computable(row: Row, block_size: int) -> int:
     return (row.pictures.embedded_until(row.kv_len, end) if row.pictures else end) - row.kv_len
 
 
-class EncodedUnit(NamedTuple):
-    """A unit that is encoded before the step just scheduled."""
-
-    picture: PictureState
-    number: int
-
-
-@dataclass(slots=True)
-class EncodingSchedule:
-    """The units of the next step.
-
-    Attributes:
-        debt: prompt tokens that encodings took beyond the budgets of earlier steps.
+def schedule_units(line: Sequence[Row], block_size: int, budget: int, debt: int) -> tuple[int, int]:
+    """Schedule units for rows in line, as far as their blocks reach → the budget that is left for tokens, and
+    the debt: prompt tokens that encodings took beyond the budgets of this step and earlier ones.
     """
+    paid = min(budget, debt)
+    left, cost = budget - paid, 0
+    for row in line:
+        own = schedule_row(row, block_size, left, budget) if row.pictures else 0
+        cost += own
+        left -= own + max(0, min(left - own, num_computable(row, block_size)))
+    return max(0, budget - paid - cost), debt - paid + max(0, cost + paid - budget)
 
-    units: list[EncodedUnit] = field(default_factory=list)
-    debt: int = 0
 
-    def schedule(self, line: Sequence[Row], block_size: int, budget: int, is_mixed: bool) -> int:
-        """Schedule units for rows in line, as far as their blocks reach → the budget that is left for tokens.
-        `is_mixed`: rows decode in this step, too.
-        """
-        self.debt = self.debt if is_mixed else 0
-        paid = min(budget, self.debt)
-        self.debt -= paid
-        left = budget - paid
-        cost = 0
-        for row in line:
-            own = self.schedule_row(row, block_size, left, budget) if row.pictures else 0
-            cost += own
-            left -= own + max(0, min(left - own, num_computable(row, block_size)))
-        self.debt += max(0, cost + paid - budget)
-        return max(0, budget - paid - cost)
-
-    def schedule_row(self, row: Row, block_size: int, left: int, budget: int) -> int:
-        """Schedule the next units of a row → what they cost. The first unit of a step may cost more than its
-        budget.
-        """
-        assert row.pictures
-        end, cost = len(row.blocks) * block_size, 0
-        for placed in row.pictures.left(row.kv_len):
-            picture = placed.picture
-            while not picture.is_scheduled and placed.places[picture.num_embedded] < end:
-                if left - cost < picture.unit_cost and left - cost < budget:
-                    return cost
-                self.units.append(EncodedUnit(picture, picture.num_scheduled))
-                picture.num_scheduled += 1
-                cost += picture.unit_cost
-        return cost
-
-    def take(self) -> list[EncodedUnit]:
-        """Return the units that are encoded before the step is computed."""
-        units, self.units = self.units, []
-        return units
+def schedule_row(row: Row, block_size: int, left: int, budget: int) -> int:
+    """Schedule the next units of a row → what they cost. The first unit of a step may cost more than its
+    budget.
+    """
+    assert row.pictures
+    end, cost = len(row.blocks) * block_size, 0
+    for placed in row.pictures.left(row.kv_len):
+        picture = placed.picture
+        while not picture.is_scheduled and placed.places[picture.num_embedded] < end:
+            if left - cost < picture.unit_cost and left - cost < budget:
+                return cost
+            picture.num_scheduled += 1
+            cost += picture.unit_cost
+    return cost
 
 
 def encoding_cost(row: Row) -> int:

@@ -42,6 +42,7 @@ class PictureState:
         waits: rows do not go on without it, since several ranks take the same steps.
         token_cost: how many prompt tokens take as long as one embedding.
         num_scheduled: units that are encoded, or will be before the step that is being made.
+        num_encoded: units that are.
         has_failed: its encoding has.
         data: its bytes, until it is processed.
         tensors: what the tower takes, by name, from then on until it is encoded.
@@ -53,6 +54,7 @@ class PictureState:
     waits: bool = False
     token_cost: float = 1.0
     num_scheduled: int = 0
+    num_encoded: int = 0
     has_failed: bool = False
     data: bytes = b""
     tensors: Mapping[str, Any] = field(default_factory=dict)

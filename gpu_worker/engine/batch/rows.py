@@ -22,12 +22,12 @@ from common.messages.request import LEAST_URGENT, Generate, class_index
 from gpu_worker.engine.batch.adapters import Adapter
 from gpu_worker.engine.batch.beams import Beam, BeamGroup, BeamSearch, BeamTextFactory, Copy
 from gpu_worker.engine.batch.prefill import (
-    EncodingSchedule,
     chunks,
     encoding_cost,
     line_up,
     micro_batch_size,
     num_computable,
+    schedule_units,
     whole_prompts,
 )
 from gpu_worker.engine.batch.prefill_budget import PrefillBudget
@@ -76,7 +76,7 @@ class Rows:
         make_text: makes the texts of beams with stop strings.
         adapters: LoRA adapters that rows may have, by name; of at most `max_adapters` are the rows of a step.
         make_pictures: finds the pictures of a row.
-        encoding: units of pictures that must be encoded before the step just launched is computed.
+        encoding_debt: prompt tokens that encodings of pictures took beyond the budgets of earlier steps.
         state_slots: slots of rows in a model that has states; None in one without.
         computes_whole: a step computes whole prompts, and no chunks: an encoder's tokens all see each other.
         numbers: LINE [lines]; the numbers of rows, a column each: no loop over rows that only go on.
@@ -103,7 +103,7 @@ class Rows:
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
     max_adapters: int = sys.maxsize
     make_pictures: PicturesFactory = no_pictures
-    encoding: EncodingSchedule = field(default_factory=EncodingSchedule)
+    encoding_debt: int = 0
     state_slots: StateSlots | None = None
     computes_whole: bool = False
     copies: list[Copy] = field(default_factory=list)
@@ -268,9 +268,8 @@ class Rows:
         if self.computes_whole:
             return StepSlices(sorted(whole_prompts(line, self.block_size, budget), key=attrgetter("count")))
         if any(row.pictures for row in line):
-            budget.tokens = self.encoding.schedule(
-                line, self.block_size, budget.tokens, bool(slices or len(lines))
-            )
+            debt = self.encoding_debt if slices or len(lines) else 0
+            budget.tokens, self.encoding_debt = schedule_units(line, self.block_size, budget.tokens, debt)
         has_snapshots = self.state_slots is not None and self.state_slots.has_snapshots
         slices += chunks(line, self.block_size, budget, self.max_scored_tokens, has_snapshots)
         if self.prefill_budget.has_waited and not slices and not len(lines):  # pictures are not there yet

@@ -22,7 +22,7 @@ from PIL import Image
 
 from common.messages.plan import NewRow
 from common.pictures import decoded
-from gpu_worker.engine.batch.prefill import EncodedUnit, needed_pictures
+from gpu_worker.engine.batch.prefill import needed_pictures
 from gpu_worker.engine.batch.row import RowSlice, StepPart, step_of
 from gpu_worker.engine.batch.row_pictures import (
     PictureShape,
@@ -336,9 +336,10 @@ class PictureEncoder(StepPart):
 
     def prepare(self, rows: Any, slices: Sequence[RowSlice]) -> Sequence[RowSlice]:
         """Encode the units that are due; without the rows whose pictures have failed."""
-        for unit in rows.encoding.take():
-            self.encode(unit)
-            rows.result.num_encoded += 1
+        for state in self.held.values():
+            while state.num_encoded < state.num_scheduled:
+                self.encode(state)
+                rows.result.num_encoded += 1
         failed = {one.row for one in step_of(slices).others if one.row.pictures and one.row.pictures.failure}
         return [one for one in slices if one.row not in failed] if failed else slices
 
@@ -346,13 +347,13 @@ class PictureEncoder(StepPart):
         if any(one.row.pictures for one in step_of(slices).others if not one.decodes):
             self.trim(needed_pictures(rows.rows.values()))
 
-    def encode(self, unit: EncodedUnit) -> None:
-        """Encode a unit. If that fails its rows end; of several ranks the worker ends, since the others
-        compute the step.
+    def encode(self, state: PictureState) -> None:
+        """Encode the next unit. If that fails its rows end; of several ranks the worker ends, since the
+        others compute the step.
         """
-        state, number = unit
+        state.num_encoded += 1
         try:
-            self.fill(state, number)
+            self.fill(state, state.num_encoded - 1)
         except Exception as error:
             if self.waits:
                 raise

@@ -374,6 +374,8 @@ def row_of(num_tiles: int, before: int = 4, after: int = 4, blocks: int = 100, c
 
 def test_a_row_is_computed_up_to_the_first_placeholder_that_is_not_encoded() -> None:
     row = row_of(num_tiles=3)
+    assert row.pictures
+    picture = row.pictures.placed[0].picture
 
     def pictures_of(start: Any) -> RowPictures | None:
         return row.pictures
@@ -384,7 +386,8 @@ def test_a_row_is_computed_up_to_the_first_placeholder_that_is_not_encoded() -> 
     chunks: list[tuple[int, int, list[int]]] = []
     while not chunks or chunks[-1][1] < len(row.ids):
         slices = rows.launch()
-        units = [unit.number for unit in rows.encoding.take()]
+        units = [*range(picture.num_encoded, picture.num_scheduled)]
+        picture.num_encoded = picture.num_scheduled
         chunks += [(one.begin, one.kv_len, units) for one in slices]
         rows.collect(slices, StepSamples([0] * sum(one.num_samples for one in slices), [0.0] * len(slices)))
     # 14 tokens a step: a tile costs 8 of them

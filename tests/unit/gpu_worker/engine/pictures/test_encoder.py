@@ -10,7 +10,7 @@ import pytest
 
 from gpu_worker.engine.attention import cpu_paged
 from gpu_worker.engine.attention.sdpa import SdpaBackend
-from gpu_worker.engine.batch.prefill import EncodedUnit
+from gpu_worker.engine.batch.row_pictures import PictureState
 from gpu_worker.engine.pictures.encoder import PictureEncoder
 from tests.support.engine.pictures import models
 from tests.support.engine.pictures.models import SettledEngine, picture
@@ -79,9 +79,9 @@ def encoded(qwen: Seeing, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     numbers: list[int] = []
     encode = PictureEncoder.encode
 
-    def note(self: PictureEncoder, unit: EncodedUnit) -> None:
-        numbers.append(unit.number)
-        encode(self, unit)
+    def note(self: PictureEncoder, state: PictureState) -> None:
+        numbers.append(state.num_encoded)
+        encode(self, state)
 
     monkeypatch.setattr(PictureEncoder, "encode", note)
     return numbers
