@@ -2,27 +2,22 @@
 commands and samples by queues in torch's store, which rank 0 has.
 """
 
-import contextlib
-import fcntl
 import os
-import socket
-import struct
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
-from common.rank import LOOPBACK, RankInfo
+from common.rank import RankInfo
 from common.settings.settings import SettingError
 from gpu_worker.engine.parallel.rendezvous import RankLinks, RendezvousFailed, connect_ranks
 from gpu_worker.protocol import Command, FrameDecoder, encode
 
 CONNECT_TIMEOUT = timedelta(seconds=60)
-SIOCGIFADDR = 0x8915
 FOREVER = timedelta(days=365)
 """No time-out: ranks without work wait for rank 0, and the agent watches how long a step takes."""
 COMMANDS, SAMPLES = "commands", "samples"
@@ -204,22 +199,10 @@ def name_interface(address: str) -> None:
     """Have gloo and NCCL use the network by which the ranks are connected, unless the user names another. By
     themselves they take what the machine's own name means, often loopback.
     """
-    if interface := interface_of(address):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
-
-
-def interface_of(address: str) -> str:
-    """The network interface with this IPv4 address; empty if it is not known."""
-    if address == LOOPBACK and sys.platform == "darwin":
-        return "lo0"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no such address
-                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    return name
-    return ""
+    for name, known in psutil.net_if_addrs().items():
+        if address in [one.address for one in known]:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
 
 
 def first_line(error: Exception) -> str:
