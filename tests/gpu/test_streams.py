@@ -89,8 +89,8 @@ def pair_with_plans(device: str) -> Pair:
 
 @ANYWHERE
 def test_plans_that_wait_in_pinned_memory_are_not_overwritten(device: str) -> None:
-    """Three steps are planned and launched while the device is busy: two sets of wrappers take turns, and the
-    third plan waits until the first is copied.
+    """Three steps are planned and launched while the device is busy: a plan waits until the one before is
+    copied.
     """
     torch.manual_seed(0)
     pair, lines = pair_with_plans(device), rows(16, LENGTHS)

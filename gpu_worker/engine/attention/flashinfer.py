@@ -343,8 +343,8 @@ class Uploads:
 class Plans:
     """The plans of steps, by view.
 
-    Of steps that are not captured there are two sets, which take turns: the plan of one step may wait in
-    pinned memory while the next one is made. Of captured steps there is one set for each number of rows. Such
+    A plan waits in pinned memory for the step before to end: the next one is made when that has been read, so
+    the host hardly ever waits for `uploads`. Of captured steps there is one set for each number of rows. Such
     a step reads what its tensors hold when it is replayed; `plan_decode`, outside of the graph, copies a
     step's blocks and schedule there. Steps run one after the other, so all numbers of rows share the tensors.
 
@@ -368,8 +368,7 @@ class Plans:
         self.planned = planned
         self.device = device = workspace.device
         self.fixed = (workspace, generation)
-        self.turns = [([self.make(view) for view in geometry.views], Uploads(device)) for _ in range(2)]
-        self.current = self.turns[0][0]
+        self.current = [self.make(view) for view in geometry.views]
         self.uploads = Uploads(device)
         schedules = {
             view: torch.zeros(SCHEDULE_BYTES, dtype=torch.uint8, device=device)
@@ -386,9 +385,7 @@ class Plans:
 
     def plan(self, rows: RowTable, first: int) -> None:
         """Plan the rows from `first` on; in views that are `planned` all rows."""
-        self.turns.reverse()
-        self.current, uploads = self.turns[0]
-        with uploads:
+        with self.uploads:
             for is_planned, begin in ((True, 0), (False, first)):
                 views = zip(self.current, self.planned, strict=True)
                 plans = [plan for plan, own in views if own == is_planned]
