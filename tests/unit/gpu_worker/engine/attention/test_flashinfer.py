@@ -228,7 +228,8 @@ def test_unsupported_models_use_torch(
         assert workspace_bytes(geometry, 132, 256) == 2**27
     monkeypatch.setattr(choose, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (HOPPER, 0))
-    made = (geometry, CPU, HOPPER, 8, 4)
-    monkeypatch.setattr(flashinfer, "FlashInferBackend", lambda *given: FlashInferBackend(*made))
+    monkeypatch.setattr(
+        flashinfer, "FlashInferBackend", lambda *given: FlashInferBackend(geometry, CPU, HOPPER, 8, 4)
+    )
     backend = choose.choose_backend(geometry, torch.device("cuda"), 8, 4)
     assert isinstance(backend, SdpaBackend if why else FlashInferBackend) and found in caplog.text
