@@ -11,9 +11,10 @@ Shapes of `attend`: query [1, heads, tokens, dim], key and value [1, kv_heads, t
 all of the model's dtype; layer int64 [] → [1, tokens, heads, dim].
 """
 
+import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -323,28 +324,11 @@ def processors_of(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-class Uploads:
-    """Copies on their way from a plan's pinned memory to the device: the next plan there must wait for
-    them.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-
-    def __enter__(self) -> None:
-        if self.copied:
-            self.copied.synchronize()
-
-    def __exit__(self, *error: object) -> None:
-        if self.copied:
-            self.copied.record()
-
-
 class Plans:
     """The plans of steps, by view.
 
     A plan waits in pinned memory for the step before to end: the next one is made when that has been read, so
-    the host hardly ever waits for `uploads`. Of captured steps there is one set for each number of rows. Such
+    the host hardly ever waits for that. Of captured steps there is one set for each number of rows. Such
     a step reads what its tensors hold when it is replayed; `plan_decode`, outside of the graph, copies a
     step's blocks and schedule there. Steps run one after the other, so all numbers of rows share the tensors.
 
@@ -353,6 +337,7 @@ class Plans:
         current: the plans of the step that was planned last, and is not captured.
         buffers: of captured steps of `max_rows` rows, on the device.
         captured: by number of rows; None for views that need no plans.
+        copied: the newest plan has been copied; None on CPU.
     """
 
     def __init__(
@@ -369,7 +354,7 @@ class Plans:
         self.device = device = workspace.device
         self.fixed = (workspace, generation)
         self.current = [self.make(view) for view in geometry.views]
-        self.uploads = Uploads(device)
+        self.copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         schedules = {
             view: torch.zeros(SCHEDULE_BYTES, dtype=torch.uint8, device=device)
             for view, is_planned in zip(geometry.views, planned, strict=True)
@@ -383,9 +368,18 @@ class Plans:
         kind: type[PagePlan | LatentPlan] = LatentPlan if view.spec.latent else PagePlan
         return kind(self.geometry, view, *self.fixed, buffers)
 
+    @contextlib.contextmanager
+    def uploading(self) -> Iterator[None]:
+        """Within it a plan is made in pinned memory, after the copies of the one before to the device."""
+        if self.copied:
+            self.copied.synchronize()
+        yield
+        if self.copied:
+            self.copied.record()
+
     def plan(self, rows: RowTable, first: int) -> None:
         """Plan the rows from `first` on; in views that are `planned` all rows."""
-        with self.uploads:
+        with self.uploading():
             for is_planned, begin in ((True, 0), (False, first)):
                 views = zip(self.current, self.planned, strict=True)
                 plans = [plan for plan, own in views if own == is_planned]
@@ -407,7 +401,7 @@ class Plans:
         block_size, lengths = self.geometry.block_size, positions.astype(np.int64) + 1
         blocks = table[np.arange(table.shape[1]) * block_size < lengths[:, None]]
         inputs = plan_inputs(np.ones_like(lengths), lengths, blocks, block_size, self.device)
-        with self.uploads:
+        with self.uploading():
             for plan in self.captured[rows]:
                 if plan:
                     plan.plan(inputs)
