@@ -324,7 +324,7 @@ class Engine:
             adapters=self.adapters.known,
             max_adapters=settings.max_loras,
             state_slots=StateSlots(loaded.states, self.block_size) if loaded.states else None,
-            computes_whole=loaded.computes_whole,
+            computes_whole=loaded.is_encoder,
             on_freed=self.spoil if settings.debug_kv else None,
         )
         if loaded.states and settings.speculation:
@@ -369,7 +369,7 @@ class Engine:
             world_size=communicator.world_size,
             token_ms=token_ms,
             prefix_caching=self.prefix_caching,
-            vocab_size=loaded.vector_size or loaded.vocab_size,
+            vocab_size=loaded.pooling.size if loaded.pooling else loaded.vocab_size,
             max_loras=self.adapters.num_slots,
             max_lora_rank=settings.max_lora_rank if loaded.adapters else 0,
             pictures=loaded.tower is not None,

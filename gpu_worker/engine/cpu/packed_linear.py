@@ -280,8 +280,7 @@ def pack_linear(
     """`blocks` and `plain` as in NativeLinear; without blocks, weights are always plain."""
     library, dtype = native.library(), linear.weight.dtype
     if library and linear.in_features % 2 == 0 and multiplies_correctly(library, dtype):
-        if blocks and not (blocks.are_in_turn and expands_correctly(library, dtype)):
-            blocks = None
+        blocks = blocks if blocks and blocks.are_in_turn else None
         plain &= library.tf_block_rows(native.TYPE_CODES[dtype]) < native.ANY_ROWS
         return NativeLinear(linear, library, whole, pages, blocks, plain or blocks is None)
     if torch.backends.mkldnn.is_available() and dtype in ONEDNN_DTYPES:  # type: ignore[no-untyped-call]
@@ -291,46 +290,32 @@ def pack_linear(
 
 @functools.cache
 def multiplies_correctly(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
-    """Whether the native library multiplies this type, and correctly: its code distinguishes more processors
-    than were available for tests.
+    """Whether the native library multiplies this type, and correctly, with the same bits from plain weights
+    and from blocks: its code distinguishes more processors than were available for tests.
     """
     if dtype not in native.TYPE_CODES or not library.tf_multiplies(native.TYPE_CODES[dtype]):
         return False
-    random = torch.Generator().manual_seed(0)
-    linear = nn.Linear(TRIAL_SIZE, TRIAL_SIZE, bias=False)
-    rows, weight = (torch.randn(TRIAL_SIZE, TRIAL_SIZE, generator=random).to(dtype) for _ in range(2))
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    off = (
-        (NativeLinear(linear, library, True, LargePages())(rows) - rows.float() @ weight.float().T)
-        .abs()
-        .max()
-    )
-    if off > TRIAL_ERROR:
-        log.error(
-            "native products of %s are wrong on this processor (by %.2g): oneDNN's are used", dtype, off
-        )
-    return bool(off <= TRIAL_ERROR)
-
-
-@functools.cache
-def expands_correctly(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
-    """Whether the native library computes the bits of plain weights of this type from those in blocks."""
     random = torch.Generator().manual_seed(0)
     scales, offsets = (torch.randn(TRIAL_SIZE, 2, generator=random).half() for _ in range(2))
     rows = torch.randn(TRIAL_SIZE, TRIAL_SIZE, generator=random).to(dtype)
     signed = torch.randint(-128, 128, (TRIAL_SIZE, TRIAL_SIZE), generator=random)
     kinds = [
-        Blocks((signed & 15).to(torch.uint8), scales, offsets),
-        Blocks(signed.to(torch.int8), scales, None),
+        Blocks((signed & 15).to(torch.uint8), scales / 8, offsets),
+        Blocks(signed.to(torch.int8), scales / 128, None),
         Blocks((signed & 15).to(torch.uint8), scales.float(), None, torch.randn(16, generator=random)),
     ]
-    correct = True
+    off, are_equal = 0.0, True
     for blocks in kinds:
         linear = nn.Linear(TRIAL_SIZE, TRIAL_SIZE, bias=False)
         linear.weight = nn.Parameter(blocks.widen(dtype), requires_grad=False)
         plain = NativeLinear(linear, library, True, LargePages())
         packed = NativeLinear(linear, library, True, LargePages(), blocks, plain=False)
-        correct &= all(torch.equal(plain(rows[:count]), packed(rows[:count])) for count in (1, 2, TRIAL_SIZE))
-    if not correct:
-        log.error("weights in blocks are expanded wrongly on this processor: they are widened at load")
-    return correct
+        off = max(off, float((plain(rows) - rows.float() @ linear.weight.float().T).abs().max()))
+        are_equal &= all(
+            torch.equal(plain(rows[:count]), packed(rows[:count])) for count in (1, 2, TRIAL_SIZE)
+        )
+    if off > TRIAL_ERROR or not are_equal:
+        log.error(
+            "native products of %s are wrong on this processor (by %.2g): oneDNN's are used", dtype, off
+        )
+    return off <= TRIAL_ERROR and are_equal

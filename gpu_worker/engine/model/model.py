@@ -27,7 +27,6 @@ from gpu_worker.engine.model.weights import ModelSource
 from gpu_worker.engine.parallel.stages import WHOLE, ModelStage, TpPlan
 from gpu_worker.engine.pictures.encoder import VisionTower
 from gpu_worker.engine.pooling.head import PromptPooler
-from gpu_worker.engine.quantization.blocks import FindBlocks, no_blocks
 from gpu_worker.engine.states.model_states import ModelStates
 
 
@@ -155,19 +154,16 @@ class LoadContext(ModelSource):
 
     Attributes:
         plan, stage: how ranks share it, and which part of it this is.
-        blocks: weights in blocks, by names of linear layers.
         layers: what each attention module keeps of a token, in the order of layers.
         states: what rows keep beside the cache.
         tower: what encodes pictures; None of a model for text.
         adapters: where LoRA adapters lie on the device; None: it takes none.
         axis_rope: of a model whose pictures have positions of three axes.
         pooler: of an encoder, what pools.
-        vector_size: values of a vector, of a model that pools.
     """
 
     plan: TpPlan = field(default_factory=lambda: TpPlan({}, {}))
     stage: ModelStage = WHOLE
-    blocks: FindBlocks = no_blocks
     layers: dict[Any, LayerSpec] = field(default_factory=dict)
     states: ModelStates = field(default_factory=ModelStates)
     tower: VisionTower | None = None
@@ -175,7 +171,6 @@ class LoadContext(ModelSource):
     ropes: list[PerTokenRope] = field(default_factory=list)
     axis_rope: AxisRope | None = None
     pooler: PromptPooler | None = None
-    vector_size: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -219,11 +214,6 @@ class LoadedModel(LoadContext):
         )
 
     @property
-    def computes_whole(self) -> bool:
-        """Whether a step computes whole prompts, and no chunks."""
-        return self.pooler is not None
-
-    @property
     def computes_tokens_alone(self) -> bool:
         """Whether a token of a prompt is computed as one that is generated: it depends on no state, and on
         the tokens before it only by their K and V.
@@ -248,9 +238,7 @@ class LoadedModel(LoadContext):
     def can_share_blocks(self) -> bool:
         """Whether rows can share blocks; in a model with states they need snapshots, too."""
         return (
-            self.names_blocks
-            and not self.computes_whole
-            and (not self.states or self.states.num_snapshots > 0)
+            self.names_blocks and not self.is_encoder and (not self.states or self.states.num_snapshots > 0)
         )
 
     @property

@@ -22,7 +22,7 @@ from gpu_worker.engine.cpu.packed_linear import pack_linears, share_parameters
 from gpu_worker.engine.cuda.linear import fuse_linears
 from gpu_worker.engine.model.families import page_attention
 from gpu_worker.engine.model.model import LoadContext
-from gpu_worker.engine.model.quantized_linears import quantise_linears
+from gpu_worker.engine.model.quantized_linears import quantise_linears, quantised_weights
 from gpu_worker.engine.model.rope import BY_LENGTH, AxisRope, PerTokenRope, types_of
 from gpu_worker.engine.model.warmup import max_step_tokens, scale_layers
 from gpu_worker.engine.parallel.stages import ModelStage, checked_layers, take_states
@@ -34,9 +34,7 @@ from gpu_worker.engine.states.model_states import find_mixers
 def head(model: Any, context: LoadContext) -> None:
     """Vectors take the place of a decoder's logits."""
     if context.pooling and not context.is_encoder:
-        context.plan, context.vector_size = replace_head(
-            model, context.plan, context.stage, context.path, context.pooling
-        )
+        context.plan = replace_head(model, context.plan, context.stage, context.path, context.pooling)
 
 
 def latents(model: Any, context: LoadContext) -> None:
@@ -44,16 +42,15 @@ def latents(model: Any, context: LoadContext) -> None:
     keep_latents(model)
 
 
-def quantise(model: Any, context: LoadContext) -> None:
-    """Linear layers multiply the checkpoint's quantised weights, or are rounded at load (QUANTIZE)."""
-    context.blocks = quantise_linears(model, context, context.plan.shards)
-
-
 def linears(model: Any, context: LoadContext) -> None:
-    """Faster linear layers take the place of others, and the model is on its device from here on."""
+    """Faster linear layers take the place of others. They multiply the checkpoint's quantised weights, or are
+    rounded at load (QUANTIZE). The model is on its device from here on.
+    """
+    find = quantised_weights(model, context, context.plan.shards)
     if context.device.type == "cpu":
-        pack_linears(model, context.blocks)
+        pack_linears(model, find)
     else:
+        quantise_linears(model, find, context.device)
         model.to(context.device)
         fuse_linears(model)
 
@@ -74,8 +71,7 @@ def shard(model: Any, context: LoadContext) -> None:
 def pool(model: Any, context: LoadContext) -> None:
     """An encoder's hidden states become vectors or scores."""
     if context.pooling and context.is_encoder:
-        context.pooler = pool_prompts(model, context.pooling)
-        context.vector_size = context.pooler.size
+        context.pooler = pool_prompts(model, context.path, context.pooling)
 
 
 def attention(model: Any, context: LoadContext) -> None:
@@ -118,7 +114,6 @@ Pass = Callable[[Any, LoadContext], None]
 PASSES: list[Pass] = [
     head,
     latents,
-    quantise,
     linears,
     adapters,
     shard,

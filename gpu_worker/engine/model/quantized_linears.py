@@ -38,62 +38,53 @@ ROUTERS = {"gate", "router"}
 """Names of modules that choose experts."""
 
 
-def quantise_linears(model: Any, source: ModelSource, shards: Mapping[str, TensorShards]) -> FindBlocks:
-    """Make linear layers on CUDA multiply quantised weights: this rank's part of the checkpoint's, or plain
-    ones that are rounded (QUANTIZE). Return the blocks by which the CPU's kernels may multiply.
-    `shards`: how weights [...] of any dtype are split between ranks. Raises SettingError.
+def quantised_weights(model: Any, source: ModelSource, shards: Mapping[str, TensorShards]) -> FindBlocks:
+    """Find this rank's part of the blocks of linear layers: the checkpoint's, or those to which plain weights
+    are rounded (QUANTIZE). `shards`: how weights [...] of any dtype are split between ranks. Raises
+    SettingError.
     """
-    settings, device = source.settings, source.device
-    if quantizes(source.config, settings):
-        return round_linears(model, str(settings.quantize), device)
-    if settings.makes_weights:
-        return no_blocks
-    blocks = stored_blocks(model, source, shards)
-    if multiplies_blocks(device, model.dtype) or multiplies_fp8(device, model.dtype):
-        for name, linear in plain_linears(model):
-            if own := blocks(name):
-                replace_linear(model, name, linear, own, device)
-    return blocks if expands_blocks(device, model.dtype) else no_blocks
+    if quantizes(source.config, source.settings):
+        return rounded_blocks(model, str(source.settings.quantize), source.device)
+    return no_blocks if source.settings.makes_weights else stored_blocks(model, source, shards)
 
 
-def expands_blocks(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the CPU's kernels multiply rows of this dtype with weights in blocks."""
-    return device.type == "cpu" and dtype in (torch.bfloat16, torch.float32)
-
-
-def round_linears(model: Any, method: str, device: torch.device) -> FindBlocks:
-    """Round the plain linear layers of a model by one of ROUNDINGS, each by itself on the device, each rank
-    its own part. The head and routers stay plain, and so do experts that are one parameter. Returns as
-    `quantise_linears`. Raises SettingError if there are no such layers.
+def rounded_blocks(model: Any, method: str, device: torch.device) -> FindBlocks:
+    """Round a plain linear layer of a model by one of ROUNDINGS when it is asked for, by itself on the
+    device, each rank its own part. The head and routers stay plain, and so do experts that are one parameter.
+    Raises SettingError if there are no such layers.
     """
-    made: dict[str, Blocks] = {}
     linears, kind = rounded_linears(model), type(model).__name__
     if not linears:
         raise SettingError("quantize", f"{method}, but {kind} has no linear layers that can be rounded")
-    for name, linear in linears.items():
-        weight = ROUNDINGS[method](linear.weight.detach().to(device))
-        if isinstance(weight, Blocks) and replace_linear(model, name, linear, weight, device):
-            continue
+
+    def find(name: str) -> Blocks | None:
+        if name not in linears:
+            return None
+        linear = linears.pop(name).to(device)
+        weight = ROUNDINGS[method](linear.weight.detach())
         linear.weight.copy_(widen(weight))
-        if isinstance(weight, Blocks) and weight.are_in_turn and expands_blocks(device, model.dtype):
-            made[name] = weight
-    return lambda layer: made.pop(layer, None)
+        return weight if isinstance(weight, Blocks) else None
+
+    return find
 
 
-def replace_linear(model: Any, name: str, linear: nn.Linear, blocks: Blocks, device: torch.device) -> bool:
-    """Make a layer multiply its blocks on CUDA, if the card can → whether it does. The model may still be on
-    the host. 8-bit floats with one scale for an output are multiplied as such, all others as blocks.
+def quantise_linears(model: Any, find: FindBlocks, device: torch.device) -> None:
+    """Make layers on CUDA multiply their blocks where the card can. The model may still be on the host."""
+    for name, linear in plain_linears(model):
+        if (blocks := find(name)) and multiplies(blocks, device, model.dtype):
+            model.set_submodule(name, QuantisedLinear(blocks, linear.bias))
+
+
+def multiplies(blocks: Blocks, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the device multiplies rows of this dtype with the blocks: 8-bit floats with one scale for an
+    output as such, all others as blocks.
     """
     are_floats = blocks.quants.dtype.is_floating_point
     if are_floats and (blocks.quants.dtype != FP8 or not has_fp8(device)):
         return False
     if are_floats and blocks.scales.shape[1] == 1:
-        fits = multiplies_fp8(device, model.dtype) and fits_fp8_kernel(blocks.quants)
-    else:
-        fits = multiplies_blocks(device, model.dtype) and fits_block_kernel(blocks)
-    if fits:
-        model.set_submodule(name, QuantisedLinear(blocks, linear.bias))
-    return fits
+        return multiplies_fp8(device, dtype) and fits_fp8_kernel(blocks.quants)
+    return multiplies_blocks(device, dtype) and fits_block_kernel(blocks)
 
 
 def stored_blocks(model: Any, source: ModelSource, shards: Mapping[str, TensorShards]) -> FindBlocks:

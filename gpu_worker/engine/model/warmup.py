@@ -285,7 +285,7 @@ def count_room(
     geometry, device = loaded.geometry, loaded.device
     is_whole = device.type == "cuda" and settings.kv_cache_bytes is None
     own_bytes = geometry.block_bytes + loaded.states.slot_bytes
-    if loaded.computes_whole:
+    if loaded.is_encoder:
         return CacheRoom(settings.max_batch_size * loaded.max_row_blocks, 0, 0)
     if device.type == "cuda":
         left_bytes = cuda_bytes(device, settings.cuda_memory_fraction)

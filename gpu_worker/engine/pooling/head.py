@@ -10,7 +10,7 @@ prompt's tokens become one. Blocks hold nothing, and bound the tokens of the row
 """
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,16 @@ SCORE = "score.weight"
 """The head of a decoder with a classifier, in transformers."""
 
 
-def read_dense(folders: Iterable[Path]) -> nn.Sequential:
-    """The layers of the modules Dense in these folders, float32 on the CPU. Raises UnservableModel."""
-    return nn.Sequential(*(layer for folder in folders for layer in dense_layers(folder)))
+def read_layers(path: Path, pooling: PoolingConfig, hidden_size: int) -> nn.Sequential:
+    """The layers after the last hidden states, float32 on the CPU: the head of a decoder that classifies, or
+    those of the modules Dense. Raises UnservableModel unless vectors are as long as the files say.
+    """
+    layers = [layer for folder in pooling.dense for layer in dense_layers(folder)]
+    layers = [read_score_head(path)] if pooling.kind == CLASSIFY else layers
+    size = [hidden_size, *(layer.out_features for layer in layers if isinstance(layer, nn.Linear))][-1]
+    if size != pooling.size:
+        raise UnservableModel(f"its vectors have {size} values, and its files say {pooling.size}")
+    return nn.Sequential(*layers)
 
 
 def dense_layers(folder: Path) -> list[nn.Module]:
@@ -78,13 +85,6 @@ def read_score_head(path: Path) -> nn.Linear:
     return linear_of(found[...])
 
 
-def output_size(layers: Iterable[nn.Module], hidden_size: int) -> int:
-    """Values that come out of layers that get `hidden_size`."""
-    for layer in layers:
-        hidden_size = layer.out_features if isinstance(layer, nn.Linear) else hidden_size
-    return hidden_size
-
-
 class PoolingHead(nn.Sequential):
     """Ends the forward with what its layers make of hidden states: some models change logits after their
     head.
@@ -106,25 +106,17 @@ def head_name(model: Any) -> str:
     return name
 
 
-def replace_head(
-    model: Any, plan: TpPlan, stage: ModelStage, path: Path, pooling: PoolingConfig
-) -> tuple[TpPlan, int]:
-    """Replace the head of a decoder → the plan of what is left, and the values of a vector. A stage that is
-    not the last has no head.
-    """
-    layers = nn.Sequential(read_score_head(path)) if pooling.kind == CLASSIFY else read_dense(pooling.dense)
-    size = output_size(layers, model.config.hidden_size)
-    if size != pooling.size:
-        raise UnservableModel(f"its vectors have {size} values, and its files say {pooling.size}")
+def replace_head(model: Any, plan: TpPlan, stage: ModelStage, path: Path, pooling: PoolingConfig) -> TpPlan:
+    """Replace the head of a decoder → the plan of what is left. A stage that is not the last has no head."""
+    layers = read_layers(path, pooling, model.config.hidden_size)
     if not stage.is_last:
-        return plan, size
+        return plan
     name = head_name(model)
     model.set_submodule(name, PoolingHead(*layers.to(model.dtype)))
-    kept = TpPlan(
+    return TpPlan(
         {key: shards for key, shards in plan.shards.items() if not key.startswith(f"{name}.")},
         {key: style for key, style in plan.styles.items() if key != name},
     )
-    return kept, size
 
 
 # --- encoders -----------------------------------------------------------------------------------------------
@@ -135,22 +127,20 @@ class PromptPooler(nn.Module):
 
     Attributes:
         head: what comes after pooling: [prompts, hidden] → [prompts, size], of the model's dtype.
-        size: values of a vector.
         first_position: number of a prompt's first position.
         has_types: whether tokens of a pair's second text have a type of their own.
         slices: the prompts of the step that runs, whole and in the order of its tokens.
     """
 
-    def __init__(self, model: Any, pooling: PoolingConfig) -> None:
+    def __init__(self, model: Any, path: Path, pooling: PoolingConfig) -> None:
         super().__init__()
-        config, layers = model.config, read_dense(pooling.dense).to(model.device, model.dtype)
+        config = model.config
         self.is_classifier, self.method = pooling.kind == CLASSIFY, pooling.method
         if self.is_classifier:
             self.head: Any = ClassifierHead(model)
-            self.size = int(config.num_labels)
         else:
-            self.head = layers
-            self.size = output_size(layers, getattr(config, "hidden_size", None) or config.dim)
+            layers = read_layers(path, pooling, getattr(config, "hidden_size", None) or config.dim)
+            self.head = layers.to(model.device, model.dtype)
         self.first_position = config.pad_token_id + 1 if config.model_type in OFFSET_POSITIONS else 0
         self.has_types = getattr(config, "type_vocab_size", 0) > 1 and config.model_type != "modernbert"
         self.slices: Sequence[RowSlice] = ()
@@ -163,9 +153,9 @@ class PromptPooler(nn.Module):
         return vectors.float()
 
 
-def pool_prompts(model: Any, pooling: PoolingConfig) -> PromptPooler:
+def pool_prompts(model: Any, path: Path, pooling: PoolingConfig) -> PromptPooler:
     """Make an encoder's forward end with vectors or scores. Raises UnservableModel."""
-    pooler = PromptPooler(model, pooling)
+    pooler = PromptPooler(model, path, pooling)
     connect(model, pool, prompt_pooler=pooler)
     return pooler
 

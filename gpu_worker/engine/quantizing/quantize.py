@@ -3,6 +3,7 @@ inputs of a layer are the outputs of the layers before it as they are quantised,
 for theirs. The new checkpoint moves to its place when it is whole.
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -13,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,7 @@ from gpu_worker.engine.model.weights import (
     quantization_method,
     read_config,
 )
-from gpu_worker.engine.parallel.stages import find_layers
+from gpu_worker.engine.parallel.stages import StageEnd, find_layers
 from gpu_worker.engine.parallel.tensor_parallel import parameter_finder
 from gpu_worker.engine.quantization.checkpoint import Fields, read_tensors
 from gpu_worker.protocol import UnservableModel, refuse
@@ -364,29 +366,42 @@ def read_texts(job: QuantizeJob, tokenizer: Tokenizer, context: int) -> list[tor
     return [torch.tensor([ids[begin : begin + length]]) for begin in begins]
 
 
-# --- its layers
-
-
-Run = Callable[[torch.Tensor], torch.Tensor]
-"""A layer's forward: states of the layer before, float32 [1, tokens, hidden] → its own."""
-
-
 @torch.inference_mode()
 def quantize_layers(
     job: QuantizeJob, model: PlainModel, size: int, texts: Sequence[torch.Tensor]
 ) -> dict[str, torch.Tensor | None]:
     """The tensors [...] of any dtype that quantising makes, by their names in the checkpoint, and None for
-    those that they replace.
+    those that they replace. All texts come to the first layer; the forward of the last one goes on, and in
+    each layer all texts get its masks and positions, since they are equally long. Raises UnservableModel.
     """
-    states, forwards = first_states(model, texts)
+    layers, device = model.layers, model.device
+    inside = {id(own) for own in layers.parameters()}
+    for own in model.whole.parameters():
+        if id(own) not in inside:
+            own.data = own.data.float()
+    states: list[torch.Tensor] = []
     made: dict[str, torch.Tensor | None] = {}
-    for number, layer in enumerate(model.layers):
-        begun_s = time.monotonic()
-        dtypes = {own.dtype for own in layer.parameters()}
-        dtype = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float16
-        layer.to(model.device, torch.float32)
+    numbers = count()
+
+    def reach(number: int, layer: Any, arguments: Any, options: Any) -> Any:
+        if number == 0:
+            states.append(arguments[0])
+        if len(states) < len(texts):
+            raise StageEnd(arguments[0])
+        if number != next(numbers):
+            raise UnservableModel("its layers do not run once each")
+        begun_s, dtypes = time.monotonic(), {own.dtype for own in layer.parameters()}
+        layers[:number].to("meta")
+        layer.to(device, torch.float32)
+        moved = tree_map_only(torch.Tensor, lambda it: it.to(device), (arguments, options))
+
+        def run(own: torch.Tensor) -> torch.Tensor:
+            output = layer.forward(own.to(device), *moved[0][1:], **moved[1])
+            return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
+
         linears = rounded_linears(layer)
-        hessians = record_hessians([*linears.values()], forwards[number], states)
+        hessians = record_hessians([*linears.values()], run, states)
+        dtype = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float16
         off = whole = 0.0
         for name, linear in linears.items():
             grid = Grid(job.bits, dtype, linear.in_features if size == WHOLE_ROW else size)
@@ -399,54 +414,16 @@ def quantize_layers(
             made[key] = None
             for field, tensor in fields_of(grid, *(part.cpu() for part in rounded)).items():
                 made[key.removesuffix("weight") + field] = tensor.contiguous()
-        states = [forwards[number](own) for own in states]
-        layer.to("meta")
+        states[:] = map(run, states)
         error, seconds = (off / whole) ** 0.5, time.monotonic() - begun_s
-        say(f"layer {number + 1} of {len(model.layers)}: error {error:.2%}, {seconds:.1f} s")
-    return made
+        say(f"layer {number + 1} of {len(layers)}: error {error:.2%}, {seconds:.1f} s")
+        if number + 1 == len(layers):
+            raise StageEnd(states[-1])
+        return moved
 
-
-def first_states(model: PlainModel, texts: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[Run]]:
-    """For each text int64 [1, tokens] the states before the first layer, float32 [1, tokens, hidden], and the
-    forward of each layer with the masks and positions that the model gives it: all texts are equally long.
-    Raises UnservableModel.
-    """
-    inside = {id(own) for own in model.layers.parameters()}
-    for own in model.whole.parameters():
-        if id(own) not in inside:
-            own.data = own.data.float()
-    model.layers[0].float()
-    states: list[torch.Tensor] = []
-    runs: list[Run] = []
-    forwards = [layer.forward for layer in model.layers]
-    form: list[Any] = []
-
-    def note(forward: Callable[..., Any], hidden: torch.Tensor, *others: Any, **options: Any) -> Any:
-        form[:] = form or [forward(hidden, *others, **options)]
-        states.append(hidden)
-        runs.append(functools.partial(run, model.device, forward, others, options))
-        return (hidden, *form[0][1:]) if isinstance(form[0], tuple) else hidden
-
-    for layer, forward in zip(model.layers, forwards, strict=True):
-        layer.forward = functools.partial(note, forward)
+    for number, layer in enumerate(layers):
+        layer.register_forward_pre_hook(functools.partial(reach, number), with_kwargs=True)
     for ids in texts:
-        model.whole(input_ids=ids, use_cache=False)
-    for layer, forward in zip(model.layers, forwards, strict=True):
-        layer.forward = forward
-    if len(runs) != len(texts) * len(forwards):
-        raise UnservableModel("its layers do not run once each")
-    return states[:: len(forwards)], runs[: len(forwards)]
-
-
-def run(
-    device: torch.device,
-    forward: Callable[..., Any],
-    others: tuple[Any, ...],
-    options: dict[str, Any],
-    states: torch.Tensor,
-) -> torch.Tensor:
-    """A layer's output states, as Run has it."""
-    moved = tree_map_only(torch.Tensor, lambda it: it.to(device), (states, others, options))
-    output = forward(moved[0], *moved[1], **moved[2])
-    own: torch.Tensor = output[0] if isinstance(output, tuple) else output
-    return own
+        with contextlib.suppress(StageEnd):
+            model.whole(input_ids=ids, use_cache=False)
+    return made

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from gpu_worker.engine.cpu import native, packed_linear
-from gpu_worker.engine.cpu.packed_linear import expands_correctly
+from gpu_worker.engine.cpu.packed_linear import multiplies_correctly
 from gpu_worker.engine.cuda.linear import fp8_linear, round_rows
 from tests.support.engine import tiny_models
 
@@ -217,11 +217,8 @@ FORMATS: dict[str, tuple[Write, dict[str, Any]]] = {
 def multiplies_blocks() -> bool:
     """Whether blocks are served as such on this processor; else they are widened at load."""
     library = native.library()
-    return bool(
-        library
-        and library.tf_multiplies(native.TYPE_CODES[torch.bfloat16])
-        and all(expands_correctly(library, dtype) for dtype in (torch.bfloat16, torch.float32))
-    )
+    dtypes = torch.bfloat16, torch.float32
+    return bool(library) and all(multiplies_correctly(library, dtype) for dtype in dtypes)
 
 
 def keep_blocks_only(monkeypatch: pytest.MonkeyPatch) -> None:

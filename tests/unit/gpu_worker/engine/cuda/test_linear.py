@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from common.settings.settings import Settings
 from gpu_worker.engine.cuda import linear as block_linear
 from gpu_worker.engine.cuda.linear import FP8, FusedLinearSlice, QuantisedLinear, fuse_linears, round_rows
-from gpu_worker.engine.model.quantized_linears import quantise_linears
+from gpu_worker.engine.model.quantized_linears import quantise_linears, quantised_weights
 from gpu_worker.engine.model.weights import ModelSource
 from gpu_worker.engine.parallel.stages import make_tp_plan
 from gpu_worker.engine.quantization.blocks import Blocks
@@ -52,7 +52,7 @@ def test_a_checkpoints_own_numbers_are_multiplied(form: str, tmp_path: Path) -> 
     for number, model in enumerate((whole, *parts)):
         ranks: Any = SimpleNamespace(tp_rank=max(0, number - 1))
         source = ModelSource(tmp_path, config, torch.float16, CUDA, Settings(), ranks)
-        quantise_linears(model, source, shards[number])
+        quantise_linears(model, quantised_weights(model, source, shards[number]), CUDA)
     found = {name: child for name, child in whole.named_modules() if type(child) is QuantisedLinear}
     assert len(found) == 21
     exact = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)

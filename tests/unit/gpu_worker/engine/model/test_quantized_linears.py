@@ -15,7 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.cuda.linear import QuantisedLinear, fuse_linears, round_rows
 from gpu_worker.engine.model import quantized_linears
-from gpu_worker.engine.model.quantized_linears import check_fp8, quantise_linears, round_linears
+from gpu_worker.engine.model.quantized_linears import (
+    check_fp8,
+    quantise_linears,
+    quantised_weights,
+    rounded_blocks,
+)
 from gpu_worker.engine.model.weights import ModelSource
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK
 from gpu_worker.engine.parallel.stages import make_tp_plan
@@ -66,9 +71,9 @@ def test_products_of_8_bit_floats_are_near_those_of_their_numbers(
     tiny_models.save(tmp_path, *tiny_models.FAMILIES["Llama"])
     rounded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     multiplied = copy.deepcopy(rounded)
-    round_linears(rounded, "fp8", CPU)
+    quantise_linears(rounded, rounded_blocks(rounded, "fp8", CPU), CPU)
     with_products(monkeypatch)
-    round_linears(multiplied, "fp8", CPU)
+    quantise_linears(multiplied, rounded_blocks(multiplied, "fp8", CPU), CPU)
     assert [*linears_of(multiplied, nn.Linear)] == ["lm_head"]
     fuse_linears(multiplied)
     assert [*linears_of(multiplied, QuantisedLinear)] == [
@@ -90,7 +95,7 @@ def test_a_checkpoints_own_floats_are_multiplied(
     config.quantization_config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     with_products(monkeypatch)
     source = ModelSource(tmp_path, config, torch.float32, CPU, Settings(), SINGLE_RANK)
-    quantise_linears(model, source, {})
+    quantise_linears(model, quantised_weights(model, source, {}), CPU)
     found = linears_of(model, QuantisedLinear)
     assert len(found) == 21
     for name, linear in found.items():
@@ -100,11 +105,13 @@ def test_a_checkpoints_own_floats_are_multiplied(
     plan, parts = make_tp_plan(plain, 2), [copy.deepcopy(plain) for _ in range(2)]
     for rank, part in enumerate(parts):
         ranks: Any = SimpleNamespace(tp_rank=rank)
-        quantise_linears(part, replace(source, communicator=ranks), plan.shards)
+        own = replace(source, communicator=ranks)
+        quantise_linears(part, quantised_weights(part, own, plan.shards), CPU)
     for name in ("model.layers.1.mlp.up_proj", "model.layers.1.mlp.down_proj"):
-        own: list[Any] = [part.get_submodule(name) for part in parts]
+        found_parts: list[Any] = [part.get_submodule(name) for part in parts]
         numbers = torch.cat(
-            [linear.weight.float() * linear.scales for linear in own], plan.shards[f"{name}.weight"].dim
+            [linear.weight.float() * linear.scales for linear in found_parts],
+            plan.shards[f"{name}.weight"].dim,
         )
         assert torch.equal(numbers, plain.get_parameter(f"{name}.weight")), name
 
@@ -142,7 +149,7 @@ def test_routers_stay_plain_also_within_a_module_of_their_own(tmp_path: Path) ->
     name, sizes = tiny_models.FAMILIES["HunYuan-MoE"]
     model = tiny_models.save(tmp_path, name, sizes | {"num_experts": 16})
     before = {name: weight.clone() for name, weight in model.named_parameters() if "layers.0" in name}
-    round_linears(model, "fp8", CPU)
+    quantise_linears(model, rounded_blocks(model, "fp8", CPU), CPU)
     same = {name for name, weight in before.items() if torch.equal(weight, model.get_parameter(name))}
     assert "model.layers.0.mlp.gate.wg.weight" in same
     assert "model.layers.0.self_attn.q_proj.weight" not in same
