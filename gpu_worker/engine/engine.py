@@ -388,7 +388,7 @@ class Engine:
         if loaded.backend.compilable:
             progress("compiling layers (longer the first time)")
             run_all_shapes = partial(warmup.run_all_shapes, loaded, self.forward)
-            compile_layers(loaded.model, loaded.attentions, run_all_shapes)
+            compile_layers(loaded.model, loaded.layers, run_all_shapes)
         self.try_to_capture(progress)
         stop_compiling()
 

@@ -119,9 +119,9 @@ def test_layers_are_compiled_before_the_first_row(
     model = tiny_models.save(tmp_path, *FLASH_FAMILIES["Llama"])
     engine, fresh = engine_on(device, tmp_path, monkeypatch, dtype="bfloat16"), dict(enumerate(prompts()))
     loaded, counters = engine.loaded, torch._dynamo.utils.counters
-    layers = layers_of(loaded.model, loaded.attentions)
+    layers = layers_of(loaded.model, loaded.layers)
     assert len(layers) == 3 and all(layer._compiled_call_impl for layer in layers)
-    assert all(isinstance(attention.q_proj, FusedLinearSlice) for attention in loaded.attentions)
+    assert all(isinstance(attention.q_proj, FusedLinearSlice) for attention in loaded.layers)
     compiled = counters["stats"]["unique_graphs"]
     assert 1 <= compiled <= 3 and not counters["graph_break"]
     torch.compiler.set_stance("fail_on_recompile")

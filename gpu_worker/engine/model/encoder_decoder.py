@@ -10,7 +10,7 @@ the others its own. So an encoder-decoder row needs as many blocks as any other 
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,8 +28,7 @@ from gpu_worker.engine.batch.inputs import Inputs, RowTable, positions_of, to_de
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.cpu.packed_linear import PackedLinear, pack_linears
-from gpu_worker.engine.model.model import LoadedModel
-from gpu_worker.engine.model.weights import ModelSource
+from gpu_worker.engine.model.model import LoadContext, LoadedModel
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.protocol import UnservableModel
 
@@ -193,7 +192,7 @@ class EncoderDecoderModel(LoadedModel):
         return arguments, options | {"position_ids": self.places}
 
 
-def load(source: ModelSource, block_size: int) -> EncoderDecoderModel:
+def load(source: LoadContext, block_size: int) -> EncoderDecoderModel:
     """Load a model, still without a cache. Raises SettingError, UnservableModel."""
     settings, path, config = source.settings, source.path, source.config
     device, dtype = source.device, source.dtype
@@ -231,17 +230,12 @@ def load(source: ModelSource, block_size: int) -> EncoderDecoderModel:
             setattr(encoded, name, nn.Identity())
         encoded.backend, encoded.spec = attention, over_encoded
         encoded.key_scale = encoded.value_scale = 1.0
-    tokenizer = model_files.find_tokenizer(settings.tokenizer_name, path)
-    loaded = EncoderDecoderModel(
-        **{one.name: getattr(source, one.name) for one in fields(ModelSource)},
-        tokenizer=tokenizer,
+    source.layers = dict(zip((own for own, _ in layers), geometry.layers, strict=True))
+    loaded = EncoderDecoderModel.of(
+        source,
         model=model,
-        attentions=[own for own, _ in layers],
-        geometry=geometry,
         backend=attention,
         context=model_files.context_length(path),
-        eos_ids=model_files.eos_ids(path, tokenizer),
-        vocab_size=config.vocab_size,
         pairs=layers,
         num_starting=len(model_files.starting_ids(path)),
     )

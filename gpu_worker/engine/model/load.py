@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from gpu_worker.engine.attention.backend import FLOATS8, Geometry
 from gpu_worker.engine.attention.choose import choose_backend
 from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
 from gpu_worker.engine.cpu.fused_layer import fuse_layers, num_trial_blocks
-from gpu_worker.engine.model import encoder_decoder, rope
+from gpu_worker.engine.model import encoder_decoder
 from gpu_worker.engine.model.families import register_family
 from gpu_worker.engine.model.model import DeepStack, Draft, LoadContext, LoadedModel
 from gpu_worker.engine.model.passes import PASSES
@@ -139,22 +139,10 @@ def assemble(model: Any, context: LoadContext) -> LoadedModel:
     length = int(model_files.context_length(path) * (settings.rope_factor or 1))
     if context.pooling and context.is_encoder:
         length = context.pooling.max_tokens
-    tokenizer = model_files.find_tokenizer(settings.tokenizer_name, path)
     geometry = Geometry(list(layers.values()), block_size, context.dtype, kv_dtype)
     max_rows = max_captured_tokens(settings.max_batch_size)
     backend = choose_backend(geometry, device, max_rows, -(-length // block_size))
-    return LoadedModel(
-        **{one.name: getattr(context, one.name) for one in fields(context)},
-        tokenizer=tokenizer,
-        model=model,
-        attentions=list(layers),
-        geometry=backend.geometry,
-        backend=backend,
-        context=length,
-        eos_ids=[] if context.is_encoder else model_files.eos_ids(path, tokenizer),
-        vocab_size=context.config.vocab_size,
-        recompute_length=rope.recompute_length(model),
-    )
+    return LoadedModel.of(context, model=model, backend=backend, context=length)
 
 
 def try_to_fuse(loaded: LoadedModel) -> int:

@@ -6,15 +6,16 @@ of them, stay the same objects, so compiled layers stay valid. Captured graphs d
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 
+from common import model_files
 from common.messages.request import HASHED_TOKENS
 from gpu_worker.engine.adapters.layers import AdapterLayers
 from gpu_worker.engine.attention.backend import AttentionBackend, Geometry, KVCache, LayerSpec, attach
@@ -22,7 +23,7 @@ from gpu_worker.engine.batch.adapters import AdaptedStep
 from gpu_worker.engine.batch.inputs import Inputs, PlacedEmbeddings, build_inputs
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.step_result import Int32
-from gpu_worker.engine.model.rope import AxisRope, PerTokenRope
+from gpu_worker.engine.model.rope import AxisRope, PerTokenRope, recompute_length
 from gpu_worker.engine.model.weights import ModelSource
 from gpu_worker.engine.parallel.stages import WHOLE, ModelStage, TpPlan
 from gpu_worker.engine.pictures.encoder import VisionTower
@@ -178,8 +179,8 @@ class LoadedModel(LoadContext):
     """A model that is ready to compute steps.
 
     Attributes:
+        geometry: what its backend's cache has, and the draft's.
         tokenizer: the directory of its tokenizer.json.
-        attentions: the model's attention modules, in the order of layers.
         context: the longest sequence in tokens.
         recompute_length: a sequence beyond this length needs every K computed anew.
         deepstack: of a model whose first layers get embeddings of pictures, too.
@@ -188,19 +189,29 @@ class LoadedModel(LoadContext):
         asleep: set by `sleep`.
     """
 
-    tokenizer: Path
     model: Any
-    attentions: list[Any]
-    geometry: Geometry
     backend: AttentionBackend
     context: int
-    eos_ids: list[int]
-    vocab_size: int
-    recompute_length: int | None = None
     deepstack: DeepStack | None = None
     draft: Draft | None = None
+    geometry: Geometry = field(init=False)
+    tokenizer: Path = field(init=False)
+    eos_ids: list[int] = field(init=False)
+    vocab_size: int = field(init=False)
+    recompute_length: int | None = field(init=False)
     cache: KVCache = field(init=False)
     asleep: SleepingModel = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.geometry, self.vocab_size = self.backend.geometry, self.config.vocab_size
+        self.tokenizer = model_files.find_tokenizer(self.settings.tokenizer_name, self.path)
+        self.eos_ids = [] if self.is_encoder else model_files.eos_ids(self.path, self.tokenizer)
+        self.recompute_length = recompute_length(self.model)
+
+    @classmethod
+    def of(cls, source: LoadContext, **own: Any) -> Self:
+        """A model that was loaded in a context."""
+        return cls(**{one.name: getattr(source, one.name) for one in fields(source)}, **own)
 
     @property
     def capturable(self) -> bool:
@@ -251,7 +262,7 @@ class LoadedModel(LoadContext):
         self.cache = KVCache(geometry or self.geometry, num_blocks, self.device)
         if self.device.type != "cpu":  # its pages take memory once they are written, and are zeros before
             self.cache.fill([0], 0.0)  # the scratch block, so that no row waits until this is compiled
-        attach(self.attentions, geometry or self.geometry, self.cache, self.backend)
+        attach(self.layers, geometry or self.geometry, self.cache, self.backend)
         self.states.allocate(self.states.num_kept if num_blocks else 0)
         if geometry is None and self.draft and self.draft.cached:
             self.draft.cached.attach(num_blocks)

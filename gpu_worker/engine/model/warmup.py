@@ -321,10 +321,10 @@ def count_slots(loaded: LoadedModel, share_bytes: int, max_rows: int) -> int:
     """How many rows' states fit into `share_bytes`, and half of it if there is a KV cache, too. Raises
     SettingError.
     """
-    most_bytes = share_bytes // 2 if loaded.attentions else share_bytes
+    most_bytes = share_bytes // 2 if loaded.layers else share_bytes
     slots = next((slots for slots in range(max_rows, 0, -1) if slots_bytes(loaded, slots) <= most_bytes), 0)
     if not slots:
-        half = "half of " if loaded.attentions else ""
+        half = "half of " if loaded.layers else ""
         cause = f"the states of one row take {slots_bytes(loaded, 1)} bytes"
         raise SettingError("kv_cache_bytes", f"{half}{share_bytes} bytes are too few: {cause}")
     if slots < max_rows:
