@@ -15,10 +15,10 @@ from tests.support.source_tree import ROOT, parse
 MOST = {  # statements, lines
     "api": (12_798, 24_855),
     "batcher": (2_786, 4_798),
-    "gpu_worker": (10_941, 20_936),
+    "gpu_worker": (10_912, 20_855),
     "common": (3_750, 7_488),
     "deploy": (2_506, 4_339),
-    "tests": (31_571, 55_124),
+    "tests": (31_573, 55_128),
     "benchmarks": (2_189, 3_705),
 }
 MOST_WORDS_OF_DOCS = 21_817
