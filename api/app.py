@@ -42,6 +42,7 @@ from api.http.middleware import ERROR_HANDLERS, AccessLog, around
 from api.http.openapi import TAGS, build_document, introduction
 from api.http.protocol import UNREADABLE, HttpProtocol
 from api.http.sse import CONNECTIONS
+from api.jobs.arq_worker import ArqWorker
 from api.jobs.batch import router as batches
 from api.jobs.batch_run import BatchRunner
 from api.jobs.consumer import JobConsumer
@@ -130,6 +131,7 @@ class Gateway:
             self.pool.running(),
             background_task(self.keys.run()),
             background_task(jobs.run()),
+            background_task(ArqWorker(self.pool.client, self.settings).consume()),
             background_task(self.webhooks.run()),
             serving,
             contextlib.aclosing(self.pools),

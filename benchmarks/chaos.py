@@ -71,10 +71,7 @@ async def play(plan: Plan, fleet: ChaosFleet, outcome: Outcome) -> None:
 @asynccontextmanager
 async def started(plan: Plan) -> AsyncIterator[ChaosFleet]:
     """The fleet, just started; its log is kept where the plan says."""
-    counts: dict[str, Any] = {
-        f"num_{kind}{'' if kind == 'jobs' else 's'}": plan.counts[kind]
-        for kind in ("gateway", "batcher", "jobs")
-    }
+    counts: dict[str, Any] = {f"num_{kind}s": plan.counts[kind] for kind in ("gateway", "batcher")}
     counts |= {"num_workers": plan.counts["agent"], "speculate": plan.speculate}
     if plan.step_ms is None:
         counts |= {"dtype": "float32", "threads": 1}  # rounded ids differ from batch to batch

@@ -5,7 +5,7 @@ set -eu
 folder=${1:-$(dirname "$0")/../secrets}
 mkdir -p "$folder"
 chmod 700 "$folder"
-for name in redis_admin redis_gateway redis_batcher redis_worker redis_jobs grafana_admin; do
+for name in redis_admin redis_gateway redis_batcher redis_worker grafana_admin; do
     [ -s "$folder/$name" ] || head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \n' >"$folder/$name"
     chmod 644 "$folder/$name"
 done

@@ -54,7 +54,6 @@ FIGURES = {
     "worker": WORKER_FIGURES,
     STARTING: (*WORKER_FIGURES, "num_blocks"),
     SLEEPER: (*WORKER_FIGURES, "num_blocks", "swap_ms"),
-    "jobworker": ("running",),
 }
 """Kinds of processes → the numbers in their heartbeats; a missing number is 0."""
 ASLEEP = "asleep"
@@ -204,7 +203,6 @@ COMMAND_LINES = {
     "gateway": "tokenfleet api",
     "batcher": "tokenfleet batcher",
     "worker": "tokenfleet worker",
-    "jobworker": "tokenfleet jobworker",
     "broker": "valkey-server",
 }
 """Kinds of processes → what their command lines contain."""

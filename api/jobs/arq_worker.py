@@ -1,4 +1,4 @@
-"""Job worker: the process of an arq worker that runs its functions as jobs of the fleet. It serialises them
+"""arq's queue: each gateway is an arq worker that runs its functions as jobs of the fleet. It serialises them
 by msgpack and never reads a pickle, because any program may write to the keys. Only the error of a job that
 was pickled is one, so that its client can read it. It submits the jobs to the fleet as any other service
 does, and waits for their answers.
@@ -16,7 +16,6 @@ from typing import Any
 
 import msgpack
 import orjson
-import uvloop
 from arq.connections import ArqRedis
 from arq.constants import abort_jobs_ss, in_progress_key_prefix, job_key_prefix
 from arq.jobs import SerializationError, deserialize_job_raw
@@ -28,26 +27,25 @@ from api.errors import invalid, tgi
 from api.event_loop import attempt, repeat_forever, retry_forever
 from api.json import to_json
 from common.broker.client import ERRORS, SerialClient, describe_error
-from common.broker.heartbeat import Heartbeat
 from common.broker.keys import RESULT_TTL_MS
 from common.broker.pool_client import PoolClient
 from common.process.event_loop import until_beat
-from common.process.startup import READY, configure_process, exit_when_unservable, start_process
 from common.settings.settings import Settings
 
 log = logging.getLogger(__name__)
 
 MAX_JOBS = 256
-"""arq's jobs that one job worker waits for at once."""
+"""arq's jobs that one gateway waits for at once."""
 
-POLL_S, IDLE_POLL_S = 0.1, 0.25
-"""How often a worker looks for a job: while it runs one, and while it runs none."""
+POLL_S = 0.25
+CLOSE_TIMEOUT_S = 2.0
+"""How long jobs may take to be left to another gateway."""
 HEALTH_S = 10
 MARGIN_S = 10.0
 """arq ends a job this much later than the fleet ends its request."""
 MAX_TRIES = 1000
-"""A retry costs nothing, because the fleet keeps the job. Only a job that kills its worker again and again is
-given up.
+"""A retry costs nothing, because the fleet keeps the job. Only a job that kills its gateway again and again
+is given up.
 """
 LAST_MS = 32_503_680_000_000
 """The year 3000: arq makes a date of a time in ms."""
@@ -70,9 +68,9 @@ def invalid_job(why: str) -> JobFailed:
 # --- worker ------------------------------------------------------------------------------------------------
 
 
-class JobWorker(Worker):
-    """An arq worker that survives an absent broker and malformed keys. When it dies, other workers soon take
-    its jobs.
+class ArqWorker(Worker):
+    """An arq worker that survives an absent broker and malformed keys. When its gateway dies, others soon
+    take its jobs.
     """
 
     def __init__(self, client: PoolClient, settings: Settings) -> None:
@@ -85,7 +83,7 @@ class JobWorker(Worker):
             job_timeout=settings.request_timeout_s + MARGIN_S,
             max_tries=MAX_TRIES,
             keep_result=RESULT_TTL_MS / 1000,
-            poll_delay=POLL_S,
+            handle_signals=False,
             health_check_interval=HEALTH_S,
             allow_abort_jobs=True,
             log_results=False,
@@ -97,10 +95,46 @@ class JobWorker(Worker):
         self.looks = asyncio.Lock()  # one after the other: one connection serves all jobs
         self.idle_client = SerialClient(client.redis)
         self.in_progress_timeout_s = settings.worker_ttl_s
+        arq_log = logging.getLogger("arq.worker")
+        arq_log.setLevel(logging.WARNING)  # below that it logs prompts
+        arq_log.addFilter(log_in_one_line)
+
+    async def consume(self) -> None:
+        """Never returns. At the end its jobs are left to other gateways."""
+        try:
+            await repeat_forever(self.look, "reading the queue of arq")
+        finally:
+            for task in self.tasks.values():
+                task.cancel()
+            if self.tasks:
+                await asyncio.wait(self.tasks.values(), timeout=CLOSE_TIMEOUT_S)
+
+    async def look(self) -> None:
+        """Start jobs, and end aborted ones, as arq does if there is a job or an abort. Otherwise one command
+        does: arq's three are most of what a queue without jobs costs. A malformed name is dropped, and
+        nothing that arq raises ends the gateway.
+        """
+        try:
+            if self.tasks or await self.idle_client.execute("EXISTS", self.queue_name, abort_jobs_ss):
+                await self._poll_iteration()
+                if not self.tasks:
+                    await self.drop_aborts()
+            else:
+                await self.heart_beat()
+        except ERRORS:
+            raise
+        except UnicodeDecodeError:
+            for key in (self.queue_name, abort_jobs_ss):
+                await self.drop_malformed(key)
+        except Exception:
+            log.exception("reading the queue of arq")
+        await asyncio.sleep(until_beat(POLL_S))
+
+    # --- running a job --------------------------------------------------------------------------------------
 
     async def run_in_fleet(self, job_id: str, content: dict[str, Any]) -> Any:
         """The fleet's answer; a job that was submitted before is joined. An aborted job is cancelled. The job
-        of a worker that stops goes on, and another worker waits for it. Raises JobFailed.
+        of a gateway that stops goes on, and another one waits for it. Raises JobFailed.
         """
         if "not_before" in content:
             raise invalid_job("`not_before` is no argument: use arq's `_defer_until` or `_defer_by`")
@@ -150,31 +184,7 @@ class JobWorker(Worker):
             taken_s = time.monotonic() - began_s
             await asyncio.sleep(max(ANSWERS_S, taken_s / 20, len(self.tasks) / MAX_LOOKS))
 
-    # --- overrides of arq's methods -------------------------------------------------------------------------
-
-    async def main(self) -> None:
-        """Never returns."""
-        await repeat_forever(self.run_arq, "reading the queue of arq")
-
-    async def run_arq(self) -> None:
-        """Run arq's own loop until a malformed name ends it; drop that name."""
-        try:
-            await super().main()
-        except UnicodeDecodeError:
-            for key in (self.queue_name, abort_jobs_ss):
-                await self.drop_malformed(key)
-
-    async def _poll_iteration(self) -> None:
-        """Poll as arq does if there is a job or an abort. Otherwise one command does: arq's three, ten times
-        a second, are most of what a worker without jobs costs.
-        """
-        if self.tasks or await self.idle_client.execute("EXISTS", self.queue_name, abort_jobs_ss):
-            await super()._poll_iteration()
-            if not self.tasks:
-                await self.drop_aborts()
-        else:
-            await self.heart_beat()
-            await asyncio.sleep(until_beat(IDLE_POLL_S))
+    # --- keys of other programs -----------------------------------------------------------------------------
 
     async def drop_malformed(self, key: str) -> None:
         """Drop names that are not UTF-8: arq did not queue them."""
@@ -197,10 +207,10 @@ class JobWorker(Worker):
                 if queued_ms is None or sent_ms <= queued_ms:
                     await self.pool.zrem(abort_jobs_ss, name)
 
+    # --- overrides of arq's methods -------------------------------------------------------------------------
+
     async def heart_beat(self) -> None:
-        """Renew the claim on this worker's jobs. When the worker dies the claim expires, and others take
-        them.
-        """
+        """Renew the claim on this gateway's jobs. When it dies the claim expires, and others take them."""
         await super().heart_beat()
         async with self.pool.pipeline(transaction=False) as pipe:
             for job_id in self.job_tasks:
@@ -208,21 +218,23 @@ class JobWorker(Worker):
             await pipe.execute()
 
     async def start_jobs(self, job_ids: list[bytes]) -> None:
-        """Start jobs one by one, because arq does not release the slot of a job whose start fails. A job that
-        runs here is not started again if its claim has expired while this process was stopped.
+        """Start the jobs that nobody runs, one by one, because arq does not release the slot of a job whose
+        start fails. A job that runs here is not started again if its claim has expired while this process
+        was stopped. arq would ask for the claim of each job of other gateways by itself.
         """
-        for job_id in job_ids:
-            if job_id.decode(errors="replace") in self.tasks:
-                continue
+        names = [name for name in job_ids if name.decode(errors="replace") not in self.tasks]
+        keys = [in_progress_key_prefix.encode() + name for name in names]
+        claims = await self.pool.mget(keys) if keys else []
+        for name in (name for name, claim in zip(names, claims, strict=True) if not claim):
             try:
-                await super().start_jobs([job_id])
-            except (*ERRORS, UnicodeDecodeError):
+                await super().start_jobs([name])
+            except Exception:
                 self.job_counter -= 1
                 self.sem.release()
                 raise
 
     async def run_job(self, job_id: str, score: int) -> None:
-        """Run a job. A job whose key has another type than arq's is dropped, and harms no other. A worker
+        """Run a job. A job whose key has another type than arq's is dropped, and harms no other. A gateway
         that is told to end, ends in order, even while a job's keys are read or written.
         """
         try:
@@ -233,9 +245,11 @@ class JobWorker(Worker):
                 log.error("job %s is dropped: arq did not write its key", job_id)
                 await self.pool.zrem(self.queue_name, job_id)
         except asyncio.CancelledError:
-            log.info("job %s is left to another worker", job_id)
+            log.info("job %s is left to another gateway", job_id)
         except ERRORS as error:
             log.warning("job %s is tried again: %s", job_id, describe_error(error))
+        except Exception:
+            log.exception("job %s is tried again", job_id)
 
 
 FUNCTIONS = {
@@ -319,47 +333,14 @@ def make_unpack(max_bytes: int) -> Callable[[bytes], Packed]:
     return unpack
 
 
-# --- process ------------------------------------------------------------------------------------------------
-
-
-def main() -> None:
-    """Run the process; it exits with EX_CONFIG if a setting cannot be served."""
-    own = start_process("jobs", "j0")
-    with exit_when_unservable():
-        settings = Settings.read([])
-        configure_process(own, settings)
-        arq_log = logging.getLogger("arq.worker")
-        arq_log.setLevel(logging.WARNING)  # below that it logs prompts
-        arq_log.addFilter(log_in_one_line)
-    uvloop.run(serve(settings, own.incarnation))
-
-
-async def serve(settings: Settings, incarnation: str) -> None:
-    """Run jobs until SIGTERM; other workers take those that are not answered by then."""
-    client = PoolClient.connect(settings)
-    worker = JobWorker(client, settings)
-    heartbeat = Heartbeat(client, "jobworker", incarnation, settings.worker_ttl_s)
-    log.info("%s takes jobs of the queue %s", incarnation, worker.queue_name)
-    try:
-        async with heartbeat.sending(settings.heartbeat_s, lambda: {"running": len(worker.job_tasks)}):
-            READY.set()
-            with contextlib.suppress(asyncio.CancelledError):  # arq's answer to SIGTERM
-                await worker.async_run()
-    finally:
-        with contextlib.suppress(*ERRORS):
-            await worker.close()
-        await client.redis.aclose()
+# --- log ----------------------------------------------------------------------------------------------------
 
 
 def log_in_one_line(record: logging.LogRecord) -> bool:
     """Filter of arq's log: a job that was answered with an error is a warning, without the traceback of this
-    worker.
+    gateway.
     """
     if record.exc_info and isinstance(record.exc_info[1], JobFailed):
         record.exc_info = None
         record.levelno, record.levelname = logging.WARNING, logging.getLevelName(logging.WARNING)
     return True
-
-
-if __name__ == "__main__":
-    main()

@@ -44,7 +44,7 @@ else
 fi
 small=${shapes##* } large=${shapes%% *}
 cores=$(nproc)
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 LOAD_FORMAT=dummy NUM_GATEWAYS=${NUM_GATEWAYS:-$(((cores + 3) / 4))} NUM_JOBS=0 LOG_LEVEL=${LOG_LEVEL:-warning}
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 LOAD_FORMAT=dummy NUM_GATEWAYS=${NUM_GATEWAYS:-$(((cores + 3) / 4))} LOG_LEVEL=${LOG_LEVEL:-warning}
 export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-2000} # as engine processes have it
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false VLLM_NO_USAGE_STATS=1 VLLM_LOGGING_LEVEL=WARNING VLLM_USE_FLASHINFER_SAMPLER=0
 has() { "$1" -c "import importlib.util as u, sys; sys.exit(not u.find_spec('$2'))" 2>/dev/null; }

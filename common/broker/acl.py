@@ -57,7 +57,9 @@ RIGHTS = {
         " claim_webhooks settle_webhook retry_webhook",
         commands=f"{PROCESS} hgetall hexists hset expire set zscore zcount zrank zrevrank lrange xadd xack"
         " xdel xrange xrevrange xpending xclaim xreadgroup xgroup|create xinfo|consumers publish subscribe"
-        " unsubscribe",
+        " unsubscribe"
+        " incrby mget psetex setex type zincrby zrangebyscore zremrangebyscore",  # arq
+        others=ARQ,
         in_all_pools=True,
     ),
     "batcher": Rights(
@@ -70,13 +72,6 @@ RIGHTS = {
         "workers",
         scripts="create_logs worker_heartbeat flush write_logits seal change_adapters heartbeat",
         commands=f"{PROCESS} hgetall set xread xadd publish mget",
-    ),
-    "jobs": Rights(
-        "job workers",
-        scripts="heartbeat",
-        commands=f"{PROCESS} xadd xrange mget type psetex setex set incrby expire dbsize zadd zscore zincrby"
-        " zrangebyscore zremrangebyscore",
-        others=ARQ,
     ),
     "service": Rights(
         "services that submit jobs (docs/jobs.md)",
@@ -104,10 +99,10 @@ RIGHTS = {
         others=SENTINEL,
     ),
 }
-PROCESSES = ("gateway", "batcher", "worker", "jobs")
+PROCESSES = ("gateway", "batcher", "worker")
 FLEET = "fleet"
 USERS = {kind: rights.who for kind, rights in RIGHTS.items()} | {
-    FLEET: "`tokenfleet serve`, whose processes share one REDIS_URL: the four kinds of processes together"
+    FLEET: "`tokenfleet serve`, whose processes share one REDIS_URL: the three kinds of processes together"
 }
 """Kinds of users, and who they are."""
 

@@ -25,8 +25,8 @@ from common.settings.settings import Settings
 log = logging.getLogger(__name__)
 
 READY = threading.Event()
-"""Whether `GET /health` at METRICS_PORT says ready. It is set once a worker has joined its pool, a batcher
-has asked for the lease, or a job worker takes jobs. A gateway has `GET /health` at its own port.
+"""Whether `GET /health` at METRICS_PORT says ready. It is set once a worker has joined its pool, or a
+batcher has asked for the lease. A gateway has `GET /health` at its own port.
 """
 
 

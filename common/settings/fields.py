@@ -385,8 +385,6 @@ class SettingFields(BaseModel):
     """gateways that `serve` starts"""
     num_batchers: Processes = 1
     """batchers that `serve` starts (one is active)"""
-    num_jobs: Annotated[Number, Field(le=MAX_PROCESSES)] = 1
-    """arq job workers that `serve` starts"""
 
     max_batch_size: Annotated[Count, Field(le=8192)] = 256
     """rows of one worker"""

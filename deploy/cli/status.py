@@ -21,7 +21,7 @@ WIDE = 118
 """Columns of a terminal that shows whole ids, hosts and process ids."""
 STATES = ("awake", "waking", "asleep", "")
 """States of a model at a worker, the best first."""
-KINDS = ("broker", "gateway", "batcher", "worker", "jobworker")
+KINDS = ("broker", "gateway", "batcher", "worker")
 
 
 def show(client: httpx.Client, flags: argparse.Namespace) -> int:

@@ -6,8 +6,7 @@ need not wait until its heartbeat or its lease expires.
 
 A roll replaces the processes one by one, with the files and settings that hold now. The successor of a worker
 or batcher is ready beside it before the old one is told to leave, so there is room for the rows that it hands
-over. A gateway or job worker is replaced where it is: the socket keeper keeps a gateway's answers for its
-successor.
+over. A gateway is replaced where it is: the socket keeper keeps its answers for its successor.
 """
 
 import asyncio
@@ -62,13 +61,13 @@ log = logging.getLogger(__name__)
 KEPT_S = 30.0
 """How long connections that a gateway has left wait for another one."""
 
-MODULES = {"batcher": "batcher", "worker": "gpu_worker", "gateway": "api", "jobs": "api.jobs.arq_worker"}
+MODULES = {"batcher": "batcher", "worker": "gpu_worker", "gateway": "api"}
 TEMPLATES = {
     "worker": {"worker": "gpu_worker.process"},
-    "gateway": {"gateway": "api.app", "batcher": "batcher.process", "jobs": "api.jobs.arq_worker"},
+    "gateway": {"gateway": "api.app", "batcher": "batcher.process"},
 }
 """Kind that decides when a template loads everything → kinds of its copies, and what they run."""
-KINDS = {"api": "gateway", "batcher": "batcher", "worker": "worker", "jobworker": "jobs"}
+KINDS = {"api": "gateway", "batcher": "batcher", "worker": "worker"}
 """Words of the command line → kinds of processes."""
 
 
@@ -79,7 +78,6 @@ class LocalFleet:
     Attributes:
         settings: with the `redis_url` that all processes use.
         brokers: the embedded broker; empty when REDIS_URL leads to another.
-        jobs: the job workers.
         was_ready: whether the fleet ever served.
         is_ending: whether the launcher was told to end. A process that then ends with 0 was told, too.
         templates: of which its processes are copies.
@@ -91,7 +89,6 @@ class LocalFleet:
     batchers: list[SupervisedProcess]
     workers: list[SupervisedProcess]
     gateways: list[SupervisedProcess]
-    jobs: list[SupervisedProcess] = field(default_factory=list)
     was_ready: bool = False
     is_ending: bool = False
     templates: Sequence[Template] = ()
@@ -104,7 +101,7 @@ class LocalFleet:
     @property
     def ours(self) -> list[SupervisedProcess]:
         """All but the broker, in the order of their start."""
-        return [*self.batchers, *self.workers, *self.gateways, *self.jobs]
+        return [*self.batchers, *self.workers, *self.gateways]
 
     @property
     def follows(self) -> bool:
@@ -130,7 +127,6 @@ def num_processes(settings: Settings) -> dict[str, int]:
         "batcher": settings.num_batchers,
         "worker": settings.num_workers,
         "gateway": settings.num_gateways,
-        "jobs": settings.num_jobs,
     }
 
 
@@ -168,7 +164,6 @@ def new_fleet(
         batchers=members["batcher"],
         workers=members["worker"],
         gateways=members["gateway"],
-        jobs=members["jobs"],
         templates=[*templates.values()],
         keeper=keeper,
     )
@@ -318,7 +313,7 @@ async def ready(settings: Settings, kind: str) -> set[str]:
 
     async def ready_of(pool: PoolClient) -> set[str]:
         if kind != "worker":
-            return {*await pool.processes("jobworker" if kind == "jobs" else kind)}
+            return {*await pool.processes(kind)}
         heartbeats = (await pool.look_at_workers([], ["state"])).heartbeats
         return {first_incarnation(name) for name, (state,) in heartbeats.items() if state}
 
@@ -602,7 +597,7 @@ async def end_stopped(fleet: LocalFleet) -> None:
 
 FIXED = (
     *("port", "hostname", "gateway_port", "metrics_port", "redis_url", "pool", "model_id", "revision"),
-    *("num_gateways", "num_batchers", "num_workers", "num_jobs", "nnodes", "node_rank"),
+    *("num_gateways", "num_batchers", "num_workers", "nnodes", "node_rank"),
 )
 """Settings that a roll cannot change: where the fleet listens, what it serves, how many processes it has."""
 BESIDE = ("worker", "batcher")
@@ -653,7 +648,7 @@ class Roll:
         for template in self.fleet.templates:  # it has read the files and settings of before
             await template.renew(self.changed)
         try:
-            for members in (self.fleet.workers, self.fleet.batchers, self.fleet.gateways, self.fleet.jobs):
+            for members in (self.fleet.workers, self.fleet.batchers, self.fleet.gateways):
                 for process in [*members]:
                     await self.replace(members, process)
         except OrderFailed:
@@ -772,7 +767,7 @@ async def drain(fleet: LocalFleet) -> None:
         "now",
         timeout_s,
     )
-    await stop([*fleet.gateways, *fleet.jobs], timeout_s + LAST_WORDS_S)
+    await stop(fleet.gateways, timeout_s + LAST_WORDS_S)
     rest_s = SHORT_STOP_S if fleet.is_whole else timeout_s + LAST_WORDS_S
     await stop([*fleet.batchers, *fleet.workers], rest_s)
     await stop(fleet.brokers, SHORT_STOP_S)

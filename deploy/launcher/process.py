@@ -281,7 +281,7 @@ class SupervisedProcess:
     reach it.
 
     Attributes:
-        kind: `broker`, `batcher`, `worker`, `gateway` or `jobs`.
+        kind: `broker`, `batcher`, `worker` or `gateway`.
         environ: variables in addition to ours.
         incarnation: name of this run, new at every start. A worker may go on under a next one.
         template: of which it is a copy; None: the interpreter starts it.

@@ -50,7 +50,7 @@ WITH_MODEL = Plan(
     num_tokens=60,
     num_cases=2,
     step_ms=None,
-    counts={"gateway": 2, "batcher": 1, "agent": 2, "engine": 2, "jobs": 1},
+    counts={"gateway": 2, "batcher": 1, "agent": 2, "engine": 2},
     spared=("stop",),
 )
 
@@ -82,7 +82,7 @@ async def test_streams_outlive_a_failover() -> None:
 
 # --- all kinds of work --------------------------------------------------------------------------------------
 
-COUNTS = {"gateway": 2, "batcher": 2, "agent": 2, "engine": 2, "jobs": 1}
+COUNTS = {"gateway": 2, "batcher": 2, "agent": 2, "engine": 2}
 NUM_STRIKES, EVERY_S, NUM_CLIENTS = 30, 0.8, 4
 NUM_LINES, NUM_CHATS, NUM_RESPONSES, NUM_JOBS = 1500, 240, 120, 60
 NUM_TOKENS = 20
@@ -233,7 +233,6 @@ async def test_all_kinds_of_work_go_on_under_kills(tmp_path: Path) -> None:
             "num_gateways": 2,
             "num_batchers": 2,
             "num_workers": 2,
-            "num_jobs": 1,
             "api_key": ADMIN,
             "files_dir": tmp_path,
             "webhook_allowed_hosts": receiver.host,

@@ -43,7 +43,6 @@ def fleet(receiver: Receiver) -> Iterator[Fleet]:
         "num_workers": 2,
         "num_gateways": 2,
         "num_batchers": 2,
-        "num_jobs": 1,
         "otlp_endpoint": receiver.grpc_url,
         "otlp_service_name": "fleet-of-tests",
         "otel_bsp_schedule_delay": 50,

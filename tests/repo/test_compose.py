@@ -36,11 +36,11 @@ ROOT = Path(__file__).parents[2]
 DEPLOYED = {"NNODES": "2", "NODE_RANK": "1", "NUM_SHARD": "16", "MASTER_ADDR": "10.0.0.1"}
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES = COMPOSE["services"]
-OURS = {"api", "batcher", "jobs", "gpu_worker", "cpu_worker"}
+OURS = {"api", "batcher", "gpu_worker", "cpu_worker"}
 FILES = ["deploy/Dockerfile", "deploy/Dockerfile.worker"]
 FIXED = {
     *("HOSTNAME", "GATEWAY_PORT", "GPU_LOCKS"),  # of the container
-    *("NUM_GATEWAYS", "NUM_BATCHERS", "NUM_JOBS"),  # `--scale` says it
+    *("NUM_GATEWAYS", "NUM_BATCHERS"),  # `--scale` says it
 }
 """Settings that have no effect on a service."""
 
@@ -157,7 +157,7 @@ def test_alerts_go_to_the_url_of_the_variable(tmp_path: Path) -> None:
 
 def test_down_stops_gateways_before_workers_and_redis_last() -> None:
     stopped_after = {name: set(SERVICES[name].get("depends_on", ())) for name in SERVICES}
-    assert stopped_after["proxy"] == {"api"} and "api" in stopped_after["jobs"]
+    assert stopped_after["proxy"] == {"api"}
     assert stopped_after["api"] >= {"batcher", "gpu_worker", "cpu_worker"}
     assert all("batcher" in stopped_after[name] for name in ("gpu_worker", "cpu_worker"))
     assert all("redis" in stopped_after[name] for name in OURS)

@@ -13,10 +13,8 @@ from arq.jobs import Job
 from redis.asyncio import Redis
 
 from api.app import Gateway
-from api.jobs.arq_worker import JobWorker
-from common.broker.client import connect
+from api.jobs.arq_worker import ArqWorker
 from common.broker.keys import Keys
-from common.broker.pool_client import PoolClient
 from common.messages.request import Generate
 from common.settings.settings import Settings
 from tests.support.fleet.gateways import SETTINGS, ready
@@ -40,21 +38,6 @@ async def arq_client(url: str) -> AsyncIterator[ArqRedis]:
         yield pool
     finally:
         await pool.aclose()
-
-
-@contextlib.asynccontextmanager
-async def job_worker(url: str, **settings: Any) -> AsyncIterator[JobWorker]:
-    redis = connect(url)
-    running = JobWorker(PoolClient(redis, KEYS), Settings(redis_url=url, **settings))
-    task = asyncio.create_task(running.main())
-    try:
-        yield running
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
-        running.handle_sig(15)  # type: ignore[arg-type]
-        await running.close()
-        await redis.aclose()
 
 
 async def enqueue(client: ArqRedis, *args: Any, **kwargs: Any) -> Job:
@@ -95,11 +78,13 @@ async def killed_gateway(url: str, name: str = "g0") -> AsyncIterator[None]:
     """A gateway. At the end of the context it ends as if it were killed."""
     gateway = Gateway(Settings(redis_url=url, **SETTINGS, worker_ttl_s=0.3), name, model_tokenizer())
     await gateway.keys.refresh()
-    loops = gateway.pool.relay.run(), gateway.pool.workers.run(), gateway.job_consumer.run()
+    arq = ArqWorker(gateway.pool.client, gateway.settings)
+    loops = gateway.pool.relay.run(), gateway.pool.workers.run(), gateway.job_consumer.run(), arq.consume()
     life = [asyncio.create_task(loop) for loop in loops]
     try:
         yield
     finally:
+        arq.finish_job = asyncio.sleep  # type: ignore[assignment]  # it would give its jobs up
         for task in life:
             task.cancel()
         await asyncio.wait(life)

@@ -8,7 +8,7 @@ import { colourOf, compareNames, label, split } from "../workers.js";
 
 const SILENT_S = 2;
 const LINGER_MS = 30_000;
-const ORDER = ["worker", "batcher", "gateway", "jobworker", "broker"];
+const ORDER = ["worker", "batcher", "gateway", "broker"];
 const OVER = ["silent", "killed", "gone"];
 const DEAD = ["killed", "gone"];
 
@@ -66,8 +66,7 @@ function tile(process) {
   const foot = make("p", { className: "foot" });
   const [value, unit] = [make("output"), make("span")];
   const isWorker = process.kind === "worker";
-  const kind = process.kind === "jobworker" ? "job worker" : process.kind;
-  const title = make("h3", {}, isWorker ? label(process.id) : name, make("small", {}, kind));
+  const title = make("h3", {}, isWorker ? label(process.id) : name, make("small", {}, process.kind));
   const dials = isWorker ? DIALS.map(dial) : [];
   const button = make("button", { type: "button", className: "kill", hidden: true }, "Kill");
   const node = make(
@@ -150,8 +149,6 @@ function mainFigure(process) {
       return [figure(process.waiting), `waiting, ${plural(process.rows, "row")}`];
     case "gateway":
       return [figure(process.streams), process.streams === 1 ? "stream" : "streams"];
-    case "jobworker":
-      return [figure(process.running), process.running === 1 ? "job" : "jobs"];
     default:
       return [figure(process.commands_per_s), "commands/s"];
   }

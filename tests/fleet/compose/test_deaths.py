@@ -12,7 +12,7 @@ from tests.support.compose.clients import NUM_TOKENS, PARAMETERS, PROMPTS, SETTL
 from tests.support.compose.stack import SERVICES, Stack
 from tests.support.waiting import wait_until, wait_until_sync
 
-OURS = ["api", "batcher", "jobs", "cpu_worker"]
+OURS = ["api", "batcher", "cpu_worker"]
 JOB = {"id": "long", "inputs": "Count:", "parameters": {"max_new_tokens": 400, "ignore_eos": True}}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(5400)]
@@ -80,22 +80,22 @@ async def test_clients_come_back_when_the_container_of_their_gateway_or_proxy_di
         print(f"{service}'s container killed: the rest of the stream was fetched", flush=True)
 
 
-async def test_an_arq_job_outlives_the_process_and_the_container_of_its_worker(serving: Stack) -> None:
+async def test_an_arq_job_outlives_the_process_and_the_container_of_its_gateway(serving: Stack) -> None:
     clients = Clients(serving)
     [want, *_] = await clients.run()
     kills: dict[str, Callable[[], None]] = {
-        "process": lambda: serving.kill_process("jobs", "tokenfleet jobworker"),
-        "container": lambda: serving.kill_container("jobs"),
+        "process": lambda: serving.kill_process("api", "tokenfleet api"),
+        "container": lambda: serving.kill_container("api"),
     }
     for name, kill in kills.items():
         await clients.wait_for_workers()
         text = await asyncio.to_thread(finish_under_kill, serving, name, kill)
         assert text.startswith("".join(part for _, part in want))
-        print(f"job worker's {name} killed: its job was finished", flush=True)
+        print(f"gateway's {name} killed: its job was finished", flush=True)
 
 
 def finish_under_kill(stack: Stack, job_id: str, kill: Callable[[], None]) -> str:
-    """Return the text of a long arq job, of which the worker is killed meanwhile."""
+    """Return the text of a long arq job, of which the gateway is killed meanwhile."""
     stack.enqueue(job_id, PROMPTS[0], PARAMETERS | {"max_new_tokens": 4 * NUM_TOKENS})
     wait_until_sync(lambda: stack.redis("EXISTS", f"arq:in-progress:{job_id}") == "1", SETTLED_S)
     kill()

@@ -99,7 +99,7 @@ async def test_another_model_takes_over_when_no_request_of_the_first_is_left(
     assert all(
         len(answer) == len(first) and answer != first for answer, first in zip(other, want, strict=True)
     )
-    assert not serving.odd_log_lines("api", "batcher", "jobs", "cpu_worker")
+    assert not serving.odd_log_lines("api", "batcher", "cpu_worker")
 
 
 def tiny_model(folder: Path) -> Path:

@@ -14,7 +14,6 @@ from tests.support.waiting import PATIENCE_S, wait_until_sync
 SETTINGS = {
     "num_workers": 2,
     "num_gateways": 2,
-    "num_jobs": 2,
     "dtype": "float32",
     "threads": 1,
     "kv_cache_bytes": "384MiB",
@@ -24,7 +23,7 @@ SETTINGS = {
     "worker_ttl_s": 3,
     "stopped_grace_s": 0,
 }
-NUM_PROCESSES = 8
+NUM_PROCESSES = 6
 """Number of processes: the broker, the batcher, and two of each other kind."""
 
 

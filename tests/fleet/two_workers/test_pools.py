@@ -18,7 +18,7 @@ from tests.support.waiting import wait_until_sync
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = {"dtype": "float32", "kv_cache_bytes": "64MiB", "threads": 1, "num_jobs": 0}
+SETTINGS = {"dtype": "float32", "kv_cache_bytes": "64MiB", "threads": 1}
 NEW_TOKENS = 40
 VOCABULARY = 640
 """Ids of the tiny model; its tokenizer has some fewer."""

@@ -193,7 +193,7 @@ def says(*argv: str, run: Run = forked, **variables: str) -> str:
 
 def test_help_lists_commands_and_settings() -> None:
     assert "serve [MODEL]" in says("--help")
-    assert "{api,batcher,worker,jobworker}" in says("supervise", "--help")
+    assert "{api,batcher,worker}" in says("supervise", "--help")
     text = says("serve", "--help")
     assert text.startswith(
         "usage: tokenfleet serve [MODEL] [--setting X …]\n\nStart everything on this machine:"

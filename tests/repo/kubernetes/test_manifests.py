@@ -27,7 +27,7 @@ from tests.support.kubernetes.manifests import (
 
 ROOT = Path(__file__).parents[3]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
-SERVICES = {"gateway": "api", "batcher": "batcher", "jobs": "jobs", "redis": "redis"}
+SERVICES = {"gateway": "api", "batcher": "batcher", "redis": "redis"}
 """Container → the service of docker-compose.yml."""
 CUSTOM = ("ScaledObject", "LeaderWorkerSet")
 SECRETS = {"REDIS_URL", "REDIS_PASSWORD", "API_KEY", "HF_TOKEN"}

@@ -19,7 +19,7 @@ from tests.support.chaos.broker import CUT_TO, FileHistory
 from tests.support.fleet.fleet import Fleet, have_ended
 from tests.support.waiting import wait_until
 
-KINDS = ("gateway", "batcher", "agent", "engine", "jobs", "broker")
+KINDS = ("gateway", "batcher", "agent", "engine", "broker")
 PAIRS = 1 / 3
 """Share of strikes that hit two processes at once."""
 STOPS = 1 / 5
@@ -68,7 +68,7 @@ Targets = Mapping[str, list[str]]
 
 def targets_of(counts: Mapping[str, int]) -> Targets:
     """Make the targets from `counts`: processes by kind. A worker is an agent and an engine."""
-    letters = {"gateway": "g", "batcher": "b", "agent": "w", "engine": "w", "jobs": "j"}
+    letters = {"gateway": "g", "batcher": "b", "agent": "w", "engine": "w"}
     names = {kind: [f"{letters[kind]}{i}" for i in range(count)] for kind, count in counts.items() if count}
     return names | {"broker": ["broker"]}
 

@@ -14,7 +14,7 @@ from tests.support.chaos.clients import Tally
 from tests.support.chaos.engine import NUM_BLOCKS
 
 KEYS = Keys("default")
-COUNTS = {"gateway": 2, "batcher": 2, "agent": 3, "engine": 3, "jobs": 2}
+COUNTS = {"gateway": 2, "batcher": 2, "agent": 3, "engine": 3}
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def counts(found: Counter[str]) -> str:
 
 STANDING = {
     *("workers", "processes", "batcher", "epoch", "clock", "control", "state", "requests", "worker"),
-    *("gateway", "plans", "reports", "log", "metrics", "timeline", "submit", "tenants", "jobworker"),
+    *("gateway", "plans", "reports", "log", "metrics", "timeline", "submit", "tenants"),
     *("arq", "jobs"),
 }
 """Keys of an idle fleet: all but those of requests and jobs."""

@@ -84,7 +84,7 @@ def make_missing(images: Iterable[str]) -> None:
 
 ROOT = Path(__file__).parents[3]
 COMPOSE_VERSION = (2, 24)
-SERVICES = ["redis", "proxy", "api", "batcher", "jobs", "cpu_worker", "prometheus", "alertmanager"]
+SERVICES = ["redis", "proxy", "api", "batcher", "cpu_worker", "prometheus", "alertmanager"]
 UNREACHABLE = (
     "failed to resolve",
     "pull access denied",
@@ -247,7 +247,7 @@ class Stack:
             "asyncio.run(enqueue(*sys.argv[1:]))"
         )
         python = ["python", "-c", code, job_id, json.dumps(arguments)]
-        done = run(["docker", "exec", self.container("jobs"), *python])
+        done = run(["docker", "exec", self.container("api"), *python])
         assert done.returncode == 0, done.stderr
 
     def ask_gateway(self, path: str) -> Any:

@@ -42,7 +42,7 @@ class Fleet:
     start_process: type[subprocess.Popen[Any]] = subprocess.Popen
 
     def __init__(self, **settings: Any) -> None:
-        own = {"hostname": "127.0.0.1", "port": free_port(), "num_jobs": 0, "preload": False}
+        own = {"hostname": "127.0.0.1", "port": free_port(), "preload": False}
         self.settings: dict[str, Any] = own | settings
         self.base_url = f"http://127.0.0.1:{self.settings['port']}"
         self.directory = Path(tempfile.mkdtemp(prefix="tokenfleet-test-"))

@@ -26,7 +26,7 @@ READY = b"ready"
 AT_IMPORT = ("HF_", "HUGGINGFACE", "TRANSFORMERS_", "TORCH", "OMP_", "GOMP_", "MKL_", "LD_", "XDG_")
 """Prefixes of variables that imported modules read."""
 MODULES = {
-    *("api", "api.jobs.arq_worker", "batcher", "deploy.cli", "gpu_worker", "gpu_worker.engine"),
+    *("api", "batcher", "deploy.cli", "gpu_worker", "gpu_worker.engine"),
     "deploy.launcher.template",
     *("tests.support.chaos.launcher", "tests.support.chaos.worker", "tests.support.chaos.engine"),
     *("tests.support.fleet.fake_fleet", "tests.support.forks.command"),

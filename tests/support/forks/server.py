@@ -29,13 +29,7 @@ MAX_FILES = 64
 HIGH_FD = 200
 """Files that came are kept from here on while they are put in their places."""
 
-FLEET = (
-    "deploy.cli.command_line",
-    "api.app",
-    "batcher.process",
-    "api.jobs.arq_worker",
-    "gpu_worker.process",
-)
+FLEET = ("deploy.cli.command_line", "api.app", "batcher.process", "gpu_worker.process")
 ENGINE = ("gpu_worker.engine.process", "gpu_worker.engine.loop", "transformers.models.llama.modeling_llama")
 CHAOS = ("tests.support.chaos.launcher", "tests.support.chaos.engine")
 IMPORTS = {

@@ -346,7 +346,7 @@ def test_a_process_without_a_parent_to_follow_runs_on() -> None:
 # --- startup ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", ["api", "batcher", "gpu_worker", "api.jobs.arq_worker"])
+@pytest.mark.parametrize("module", ["api", "batcher", "gpu_worker"])
 def test_a_process_without_a_broker_names_the_setting(module: str) -> None:
     environ = {name: value for name, value in os.environ.items() if name != "REDIS_URL"}
     process = ForkedProcess([sys.executable, "-P", "-m", module], env=environ, stderr=subprocess.PIPE)

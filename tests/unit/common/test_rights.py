@@ -74,7 +74,7 @@ def test_no_user_reaches_keys_of_others(users: Broker, kind: str) -> None:
         assert not may(users, kind, "GET", other)
 
 
-@pytest.mark.parametrize("kind", ["batcher", "worker", "jobs", "service", "arq", "operator"])
+@pytest.mark.parametrize("kind", ["batcher", "worker", "service", "arq", "operator"])
 def test_all_but_gateways_are_confined_to_their_pool(users: Broker, kind: str) -> None:
     for name in ("requests", "submit", "worker:w", "metrics", "log:w", "arq:queue"):
         for command in (["GET"], ["XLEN"], ["XADD", "*", "a", "b"], ["HGETALL"]):
@@ -116,7 +116,7 @@ def test_a_dashboard_sees_counts_and_no_text(users: Broker) -> None:
 def test_any_name_of_a_pool_makes_rules_that_the_broker_takes(users: Broker, kind: str) -> None:
     with redis.Redis.from_url(users.url) as client:
         client.execute_command("ACL", "SETUSER", "spoilt", "reset", *acl.rules(kind, [SPOILT_POOL]))
-    name = {"arq": "arq:queue", "jobs": "metrics", "service": "result:a"}.get(kind, "workers")
+    name = {"arq": "arq:queue", "service": "result:a"}.get(kind, "workers")
     command = ["GET"] if kind == "service" else ["EXISTS"] if kind == "arq" else ["ZRANGE"]
     rest = ["0", "-1"] if command == ["ZRANGE"] else []
     assert may(users, "spoilt", *command, key(name, SPOILT_POOL), *rest)
@@ -141,7 +141,7 @@ def test_who_calls_a_script_may_use_its_keys(kind: str) -> None:
         ("gateway", "~tf:{*}:webhooks:*"),
         ("batcher", "~tf:{default}:webhooks:*"),
         ("worker", "&tf:{default}:events:*"),
-        ("jobs", "+psetex"),
+        ("gateway", "+psetex"),
         (acl.FLEET, "~tf:{*}:jobs:*"),
     ],
 )

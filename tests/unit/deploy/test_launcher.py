@@ -162,20 +162,18 @@ def test_abandoned_directories_are_removed_at_the_next_start(
 
 
 def test_each_process_gets_its_own_ports() -> None:
-    fleet = new_fleet(
-        Settings(num_workers=2, num_gateways=2, num_jobs=1, metrics_port=9000, gateway_port=8000), None
-    )
+    fleet = new_fleet(Settings(num_workers=2, num_gateways=2, metrics_port=9000, gateway_port=8000), None)
     ports = {process.name: process.environ["METRICS_PORT"] for process in fleet.all}
-    assert ports == {"b0": "9000", "w0": "9001", "w1": "9002", "g0": "9003", "g1": "9004", "j0": "9005"}
+    assert ports == {"b0": "9000", "w0": "9001", "w1": "9002", "g0": "9003", "g1": "9004"}
     assert [process.environ["GATEWAY_PORT"] for process in fleet.gateways] == ["8000", "8001"]
 
 
 @pytest.mark.parametrize(
     ("ports", "words"),
     [
-        ({"metrics_port": 65_533}, "65533 leaves no room for 4 ports up to 65535"),
-        ({"metrics_port": 9000, "port": 9001}, "from 9000 on, 4 are needed, but 9001 is for PORT"),
-        ({"metrics_port": 8000, "gateway_port": 8003}, "from 8000 on, .* but 8003 is for GATEWAY_PORT"),
+        ({"metrics_port": 65_534}, "65534 leaves no room for 3 ports up to 65535"),
+        ({"metrics_port": 9000, "port": 9001}, "from 9000 on, 3 are needed, but 9001 is for PORT"),
+        ({"metrics_port": 8000, "gateway_port": 8002}, "from 8000 on, .* but 8002 is for GATEWAY_PORT"),
     ],
 )
 def test_ports_that_overlap_or_do_not_exist_are_refused(ports: dict[str, Any], words: str) -> None:

@@ -1,4 +1,4 @@
-"""The job worker as clients of arq know it, with jobs that are deferred, cron, and chains."""
+"""Gateways as clients of arq know them, with jobs that are deferred."""
 
 import asyncio
 import json
@@ -16,12 +16,8 @@ from arq.connections import ArqRedis, RedisSettings
 from arq.jobs import Job, JobStatus, SerializationError
 
 from api.jobs import arq_worker
-from api.jobs.arq_worker import JobWorker
-from common.broker.client import connect
 from common.broker.keys import Keys
-from common.broker.pool_client import PoolClient
 from common.messages.request import Generate
-from common.settings.settings import Settings
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.jobs import (
@@ -31,7 +27,7 @@ from tests.support.jobs import (
     TEXT,
     arq_client,
     enqueue,
-    job_worker,
+    killed_gateway,
     result,
     running_gateway,
 )
@@ -59,11 +55,10 @@ async def client(broker: Broker) -> AsyncIterator[ArqRedis]:
 
 
 async def test_arq_clients_get_their_answers(client: ArqRedis, worker: FakeWorker, broker: Broker) -> None:
-    async with job_worker(broker.url):
-        generate_job = await enqueue(client, "generate", "Count.", {"details": True}, _job_id="g")
-        chat_job = await enqueue(client, "chat", CHAT["messages"], max_tokens=50)
-        generated, chat = await result(generate_job), await result(chat_job)
-        assert (await generate_job.status()) == JobStatus.complete
+    generate_job = await enqueue(client, "generate", "Count.", {"details": True}, _job_id="g")
+    chat_job = await enqueue(client, "chat", CHAT["messages"], max_tokens=50)
+    generated, chat = await result(generate_job), await result(chat_job)
+    assert (await generate_job.status()) == JobStatus.complete
     assert generated["generated_text"] == TEXT
     assert generated["details"]["generated_tokens"] == len(IDS) + 1
     assert chat["choices"][0]["message"]["content"] == TEXT
@@ -98,10 +93,9 @@ INVALID: list[tuple[Any, dict[str, Any], str]] = [
 async def test_an_invalid_arq_job_fails_with_the_http_error(
     client: ArqRedis, worker: FakeWorker, broker: Broker
 ) -> None:
-    async with job_worker(broker.url):
-        for args, kwargs, words in INVALID:
-            with pytest.raises(SerializationError, match=words):
-                await result(await enqueue(client, *args, **kwargs))
+    for args, kwargs, words in INVALID:
+        with pytest.raises(SerializationError, match=words):
+            await result(await enqueue(client, *args, **kwargs))
 
 
 class Trap:
@@ -115,11 +109,10 @@ async def test_a_pickled_job_is_refused_without_unpickling_and_its_client_can_re
     client: ArqRedis, worker: FakeWorker, broker: Broker
 ) -> None:
     pickling = await create_pool(RedisSettings.from_dsn(broker.url), default_queue_name=QUEUE)
-    async with job_worker(broker.url):
-        pickled = await enqueue(pickling, "generate", Trap())
-        with pytest.raises(ValueError, match=r"job_serializer=msgpack\.packb"):
-            await result(pickled)
-        assert (await result(await enqueue(client, "generate", "Count.")))["generated_text"] == TEXT
+    pickled = await enqueue(pickling, "generate", Trap())
+    with pytest.raises(ValueError, match=r"job_serializer=msgpack\.packb"):
+        await result(pickled)
+    assert (await result(await enqueue(client, "generate", "Count.")))["generated_text"] == TEXT
     await pickling.aclose()
 
 
@@ -137,12 +130,15 @@ GARBAGE: list[Any] = [
 ]
 
 
-async def test_malformed_arq_keys_do_not_kill_a_job_worker(
-    client: ArqRedis, worker: FakeWorker, broker: Broker, monkeypatch: pytest.MonkeyPatch
+async def test_malformed_arq_keys_do_not_kill_a_gateway(
+    client: ArqRedis, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arq_worker, "MAX_JOBS", 2)
     now_ms = round(time.time() * 1000)
-    async with job_worker(broker.url, payload_limit=2000) as running:
+    async with (
+        working(broker.url, model_tokenizer().backend, answer),
+        running_gateway(broker.url, payload_limit=2000),
+    ):
         for i, data in enumerate(GARBAGE):
             await client.set(f"arq:job:garbage{i}", data)
             await client.zadd(QUEUE, {f"garbage{i}": now_ms})
@@ -153,8 +149,6 @@ async def test_malformed_arq_keys_do_not_kill_a_job_worker(
             with pytest.raises(SerializationError, match="unable to deserialize job"):
                 await result(Job(f"garbage{i}", client, QUEUE, msgpack.unpackb))
         assert (await result(await enqueue(client, "generate", "Count.")))["generated_text"] == TEXT
-        await wait_until(lambda: running.job_counter == 0)
-
         await wait_for(lambda: client.zcard(QUEUE), 0)
 
 
@@ -164,7 +158,6 @@ async def test_an_aborted_job_is_cancelled(client: ArqRedis, broker: Broker) -> 
             broker.url, model_tokenizer().backend, lambda _: Answer(IDS * 500, ends=False), step_s=0.01
         ) as worker,
         running_gateway(broker.url),
-        job_worker(broker.url),
     ):
         job = await enqueue(client, "generate", "Count.", _job_id="a")
         await wait_until(lambda: worker.live)
@@ -180,66 +173,51 @@ async def test_an_abort_of_no_job_ends_no_later_one(
     assert not await Job("a", client, QUEUE, msgpack.unpackb).abort(poll_delay=0.01)
     job = await enqueue(client, "generate", "Count.", _job_id="a")
     await client.zadd("arq:abort", {"never": 1})
-    async with job_worker(broker.url):
-        assert (await result(job))["generated_text"] == TEXT
+    assert (await result(job))["generated_text"] == TEXT
 
-        await wait_for(lambda: client.exists("arq:abort"), 0)
+    await wait_for(lambda: client.exists("arq:abort"), 0)
 
 
-async def test_a_job_survives_its_job_workers(client: ArqRedis, worker: FakeWorker, broker: Broker) -> None:
+async def test_a_job_survives_its_gateways(client: ArqRedis, broker: Broker) -> None:
     """The first is killed, the second is stopped. The third waits for what they began: nothing is generated
     twice.
     """
-    await worker.pause()
-    redis = connect(broker.url)
-    killed = JobWorker(PoolClient(redis, KEYS), Settings(redis_url=broker.url, worker_ttl_s=1.0))
-    life = asyncio.create_task(killed.main())
-    job = await enqueue(client, "generate", "Count.", _job_id="a")
-    await wait_for(lambda: client.xlen(KEYS.submit), 1)
-    await kill(killed, life)
-    async with job_worker(broker.url, worker_ttl_s=1.0):
-        await wait_for(lambda: client.xlen(KEYS.submit), 2)
-    async with job_worker(broker.url, worker_ttl_s=1.0):
-        await wait_for(lambda: client.xlen(KEYS.submit), 3)
-        worker.going.set()
-        assert (await result(job))["generated_text"] == TEXT
-    assert len(worker.seen) == 1
-    await redis.aclose()
+    async with working(broker.url, model_tokenizer().backend, answer) as worker:
+        await worker.pause()
+        async with killed_gateway(broker.url):
+            job = await enqueue(client, "generate", "Count.", _job_id="a")
+            await wait_for(lambda: client.xlen(KEYS.submit), 1)
+        async with running_gateway(broker.url, "g1-test", worker_ttl_s=1.0):
+            await wait_for(lambda: client.xlen(KEYS.submit), 2)
+        async with running_gateway(broker.url, "g2-test"):
+            await wait_for(lambda: client.xlen(KEYS.submit), 3)
+            worker.going.set()
+            assert (await result(job))["generated_text"] == TEXT
+        assert len(worker.seen) == 1
 
 
-async def test_a_job_whose_claim_expired_while_its_worker_was_stopped_runs_once(
-    client: ArqRedis, worker: FakeWorker, broker: Broker
+async def test_a_job_whose_claim_expired_while_its_gateway_was_stopped_runs_once(
+    client: ArqRedis, worker: FakeWorker
 ) -> None:
     """A stopped process renews no claim; the job is still its own when it goes on."""
     await worker.pause()
-    async with job_worker(broker.url) as running:
-        job = await enqueue(client, "generate", "Count.", _job_id="a")
-        await wait_for(lambda: client.xlen(KEYS.submit), 1)
+    job = await enqueue(client, "generate", "Count.", _job_id="a")
+    await wait_for(lambda: client.xlen(KEYS.submit), 1)
+    for _ in range(2):  # with the second one, what the first has started would have counted its try
         await client.delete("arq:in-progress:a")
         await wait_until(lambda: client.exists("arq:in-progress:a"))
-        worker.going.set()
-        await wait_until(lambda: running.job_counter == 0)
-        assert (await result(job))["generated_text"] == TEXT
-        assert running.jobs_failed == 0
-
-
-async def kill(running: JobWorker, life: asyncio.Task[None]) -> None:
-    """Cancel the worker's tasks, and discard what they would send while they end."""
-    running.finish_job = asyncio.sleep  # type: ignore[assignment]
-    life.cancel()
-    for task in running.tasks.values():
-        task.cancel()
-    await asyncio.wait([life, *running.tasks.values()])
+    assert await client.get("arq:retry:a") == b"1"
+    worker.going.set()
+    assert (await result(job))["generated_text"] == TEXT
 
 
 async def test_many_jobs_wait_concurrently(client: ArqRedis, worker: FakeWorker, broker: Broker) -> None:
     """There are more of them than arq's default of ten."""
     await worker.pause()
-    async with job_worker(broker.url):
-        jobs = [await enqueue(client, "generate", "Count.") for _ in range(40)]
-        await wait_for(lambda: client.xlen(KEYS.submit), 40)
-        worker.going.set()
-        assert {(await result(job))["generated_text"] for job in jobs} == {TEXT}
+    jobs = [await enqueue(client, "generate", "Count.") for _ in range(40)]
+    await wait_for(lambda: client.xlen(KEYS.submit), 40)
+    worker.going.set()
+    assert {(await result(job))["generated_text"] for job in jobs} == {TEXT}
 
 
 WAIT_S = 0.3
@@ -251,7 +229,6 @@ async def scheduling_worker(broker: Broker) -> AsyncIterator[FakeWorker]:
     async with (
         working(broker.url, TOKENIZER, lambda _: Answer(IDS)) as fake,
         running_gateway(broker.url),
-        job_worker(broker.url),
     ):
         yield fake
 

@@ -11,7 +11,7 @@ import pytest
 from redis.asyncio import Redis
 
 from api.app import Gateway
-from api.jobs.arq_worker import JobWorker
+from api.jobs.arq_worker import ArqWorker
 from api.jobs.consumer import submit_lost
 from api.jobs.job import read_job
 from api.protocols.protocol import Context
@@ -499,11 +499,11 @@ async def test_a_job_that_is_submitted_again_keeps_its_content_and_its_time(
     assert (job.id, job.digest, job.in_stream, job.entry_ms) == ("5000-0", lost.digest, True, 5000)
 
 
-async def test_a_job_worker_submits_a_lost_job_again(
+async def test_a_lost_job_of_arq_is_submitted_again(
     service: Service, worker: FakeWorker, broker: Broker
 ) -> None:
     redis = connect(broker.url)
-    client = JobWorker(PoolClient(redis, KEYS), Settings(redis_url=broker.url))
+    client = ArqWorker(PoolClient(redis, KEYS), Settings(redis_url=broker.url))
     answer = asyncio.create_task(client.run_in_fleet("a", {"inputs": "Count."}))
     await wait_for(lambda: redis.xlen(KEYS.submit), 1)
     await redis.delete(KEYS.submit)
