@@ -12,7 +12,7 @@ first. The other one is replayed (api/resume/rest.py).
 import contextlib
 import hashlib
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -107,23 +107,25 @@ def field_name(path: Sequence[str | int]) -> str:
     return cut("".join(steps).removeprefix(".")) or "body"
 
 
-def announces_more(request: Request, max_bytes: int) -> bool:
-    """Whether a request says that its body is longer."""
+async def read_chunks(request: Request, max_bytes: int, too_large: ApiError) -> AsyncGenerator[bytes, None]:
+    """The body as it comes; reading stops beyond its limit, or at once if the request says that it is longer.
+    Raises `too_large`.
+    """
     announced = request.headers.get("content-length", "")
-    return announced.isdecimal() and int(announced) > max_bytes
+    if announced.isdecimal() and int(announced) > max_bytes:
+        raise too_large
+    async for chunk in request.stream():
+        max_bytes -= len(chunk)
+        if max_bytes < 0:
+            raise too_large
+        yield chunk
 
 
 async def read_bytes(request: Request, max_bytes: int) -> bytes:
-    """The body; reading stops beyond its limit. Raises ApiError (413)."""
+    """The body. Raises ApiError (413)."""
     too_large = ApiError(413, "payload_too_large", f"The body is larger than {max_bytes} bytes")
-    if announces_more(request, max_bytes):
-        raise too_large
-    data = bytearray()
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > max_bytes:
-            raise too_large
-    await note_body(request, whole := bytes(data))
+    whole = b"".join([chunk async for chunk in read_chunks(request, max_bytes, too_large)])
+    await note_body(request, whole)
     return whole
 
 

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import tempfile
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
@@ -22,7 +22,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
 from api.errors import ApiError, invalid, overloaded, unavailable
-from api.http.body import announces_more, schema_error
+from api.http.body import read_chunks, schema_error
 from common.broker.pool_client import BrokerClock
 from common.ids import FILE_ID, FILE_PART
 from common.settings.settings import SettingError, Settings
@@ -325,20 +325,10 @@ async def reading_form(request: Request) -> AsyncIterator[FormData]:
     """The fields of a form, and its file until the context closes. Raises ApiError: 400, 413, 415."""
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise ApiError(415, "unsupported_media_type", "Expected a form: `Content-Type: multipart/form-data`")
-    if announces_more(request, MAX_FILE_BYTES + MAX_FORM_BYTES):
-        raise too_large()
-
-    async def read_chunks() -> AsyncGenerator[bytes, None]:
-        left = MAX_FILE_BYTES + MAX_FORM_BYTES
-        async for chunk in request.stream():
-            left -= len(chunk)
-            if left < 0:
-                raise too_large()
-            yield chunk
-
+    chunks = read_chunks(request, MAX_FILE_BYTES + MAX_FORM_BYTES, too_large())
     limits: Any = {"max_files": 1, "max_fields": MAX_FIELDS, "max_part_size": MAX_FIELD_BYTES}
     try:
-        form = await MultiPartParser(request.headers, read_chunks(), **limits).parse()
+        form = await MultiPartParser(request.headers, chunks, **limits).parse()
     except MultiPartException as error:
         raise ApiError(400, "invalid_form", f"The form cannot be read: {error.message}") from error
     try:

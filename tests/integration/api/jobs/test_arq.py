@@ -1,6 +1,5 @@
 """Gateways as clients of arq know them, with jobs that are deferred."""
 
-import asyncio
 import json
 import math
 import pickle
