@@ -111,24 +111,33 @@ class ArqWorker(Worker):
 
     async def look(self) -> None:
         """Start jobs, and end aborted ones, as arq does if there is a job or an abort. Otherwise one command
-        does: arq's three are most of what a queue without jobs costs. A malformed name is dropped, and
-        nothing that arq raises ends the gateway.
+        does: arq's three are most of what a queue without jobs costs. Nothing that arq raises ends the
+        gateway.
         """
         try:
             if self.tasks or await self.idle_client.execute("EXISTS", self.queue_name, abort_jobs_ss):
+                await self.drop_aborts()
                 await self._poll_iteration()
-                if not self.tasks:
-                    await self.drop_aborts()
             else:
                 await self.heart_beat()
         except ERRORS:
             raise
-        except UnicodeDecodeError:
-            for key in (self.queue_name, abort_jobs_ss):
-                await self.drop_malformed(key)
         except Exception:
             log.exception("reading the queue of arq")
         await asyncio.sleep(until_beat(POLL_S))
+
+    async def drop_aborts(self) -> None:
+        """Drop aborts of jobs that are not there, so that nobody polls for them, and those that were sent
+        before their job was queued: they were for another one with its id.
+        """
+        for name, sent_ms in await self.pool.zrange(abort_jobs_ss, 0, -1, withscores=True):
+            with contextlib.suppress(SerializationError, ResponseError):  # of another program's job
+                data = await self.pool.get(job_key_prefix + name.decode(errors="replace"))
+                queued_ms = (
+                    deserialize_job_raw(data, deserializer=self.job_deserializer)[-1] if data else None
+                )
+                if queued_ms is None or sent_ms <= queued_ms:
+                    await self.pool.zrem(abort_jobs_ss, name)
 
     # --- running a job --------------------------------------------------------------------------------------
 
@@ -184,29 +193,6 @@ class ArqWorker(Worker):
             taken_s = time.monotonic() - began_s
             await asyncio.sleep(max(ANSWERS_S, taken_s / 20, len(self.tasks) / MAX_LOOKS))
 
-    # --- keys of other programs -----------------------------------------------------------------------------
-
-    async def drop_malformed(self, key: str) -> None:
-        """Drop names that are not UTF-8: arq did not queue them."""
-        with contextlib.suppress(*ERRORS):
-            for name in await self.pool.zrange(key, 0, -1):
-                if name.decode(errors="ignore").encode() != name:
-                    log.error("%r is dropped from %s: it is not the name of a job", name, key)
-                    await self.pool.zrem(key, name)
-
-    async def drop_aborts(self) -> None:
-        """Drop aborts of jobs that are not there, so that nobody polls for them, and those that were sent
-        before their job was queued: they were for another one with its id.
-        """
-        for name, sent_ms in await self.pool.zrange(abort_jobs_ss, 0, -1, withscores=True):
-            with contextlib.suppress(SerializationError, ResponseError):  # of another program's job
-                data = await self.pool.get(job_key_prefix + name.decode(errors="replace"))
-                queued_ms = (
-                    deserialize_job_raw(data, deserializer=self.job_deserializer)[-1] if data else None
-                )
-                if queued_ms is None or sent_ms <= queued_ms:
-                    await self.pool.zrem(abort_jobs_ss, name)
-
     # --- overrides of arq's methods -------------------------------------------------------------------------
 
     async def heart_beat(self) -> None:
@@ -220,14 +206,18 @@ class ArqWorker(Worker):
     async def start_jobs(self, job_ids: list[bytes]) -> None:
         """Start the jobs that nobody runs, one by one, because arq does not release the slot of a job whose
         start fails. A job that runs here is not started again if its claim has expired while this process
-        was stopped. arq would ask for the claim of each job of other gateways by itself.
+        was stopped. arq would ask for the claim of each job of other gateways by itself. Names that are not
+        UTF-8 are dropped: arq did not queue them.
         """
-        names = [name for name in job_ids if name.decode(errors="replace") not in self.tasks]
-        keys = [in_progress_key_prefix.encode() + name for name in names]
-        claims = await self.pool.mget(keys) if keys else []
+        names = [name.decode(errors="replace") for name in job_ids]
+        if malformed := [one for name, one in zip(names, job_ids, strict=True) if name.encode() != one]:
+            log.error("%r are dropped: they are not names of jobs", malformed)
+            await self.pool.zrem(self.queue_name, *malformed)
+        names = [name for name in names if name not in self.tasks]
+        claims = await self.pool.mget([in_progress_key_prefix + name for name in names]) if names else []
         for name in (name for name, claim in zip(names, claims, strict=True) if not claim):
             try:
-                await super().start_jobs([name])
+                await super().start_jobs([name.encode()])
             except Exception:
                 self.job_counter -= 1
                 self.sem.release()
@@ -239,7 +229,6 @@ class ArqWorker(Worker):
         """
         try:
             if await self.pool.type(job_key_prefix + job_id) in (b"string", b"none"):
-                await self.drop_aborts()
                 await super().run_job(job_id, score)
             else:
                 log.error("job %s is dropped: arq did not write its key", job_id)
