@@ -13,15 +13,15 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (12_798, 24_855),
+    "api": (12_768, 24_817),
     "batcher": (2_786, 4_798),
     "gpu_worker": (10_912, 20_855),
-    "common": (3_750, 7_488),
-    "deploy": (2_506, 4_339),
-    "tests": (31_573, 55_128),
-    "benchmarks": (2_189, 3_705),
+    "common": (3_748, 7_480),
+    "deploy": (2_505, 4_334),
+    "tests": (31_541, 55_078),
+    "benchmarks": (2_189, 3_702),
 }
-MOST_WORDS_OF_DOCS = 21_817
+MOST_WORDS_OF_DOCS = 21_805
 SLACK = 0.01
 
 
