@@ -204,7 +204,8 @@ class KeyRing(Monitor):
     def take_time(self) -> set[str]:
         """Find which keys count now. Returns the ids of those that did and do no more."""
         now_s, before = self.clock.now_s(), self.active
-        self.active = {key_id for key_id, key in self.by_id.items() if key.state(now_s) == "active"}
+        known = [*self.by_id.values(), *([self.static] if self.static else [])]
+        self.active = {key.key_id for key in known if key.state(now_s) == "active"}
         return before - self.active
 
     async def read(self) -> None:
