@@ -176,6 +176,7 @@ class HttpAnswer:
         numbered: each frame has its ordinal as id: its client asked to come back, or reads the events of the
             Responses API. Elsewhere frames are those of OpenAI and TGI, many of whose clients know no line
             but `data:`.
+        num_chars: characters of all prompts.
     """
 
     request_id: str = wire_field("id")
@@ -188,13 +189,14 @@ class HttpAnswer:
     prompts: list[bytes] = wire_field("pr")
     requests: list[Generate] = wire_field("rq")
     prefixes: list[str] = wire_field("px")
-    rendering: Rendering = wire_field("re")
+    rendering: Rendering = wire_field("re", default_factory=Rendering)
     terms: AnswerTerms = wire_field("tm", default_factory=AnswerTerms)
     response: ResponseParts | None = wire_field("rp", default=None)
     infer: InferOutputs | None = wire_field("in", default=None)
     trace: AnswerTrace | None = wire_field("tr", default=None)
     vectors: VectorAnswer | None = wire_field("ve", default=None)
     numbered: bool = wire_field("nu", default=False)
+    num_chars: int = wire_field("nc", default=0)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -195,11 +195,8 @@ def is_whole_json(text: str) -> bool:
 
 
 def finish_reason(parser: ChoiceParser, reason: str) -> str:
-    """OpenAI's reason for the end of an answer; `reason` is that of a text, which may end within a call. A
-    call of the function that the client chose is an answer like any other.
-    """
+    """OpenAI's reason for the end of an answer; `reason` is that of a text, which may end within a call."""
     if reason == "length" and parser.ends_in_call:
         reason = "stop"
-    if reason != "stop" or not parser.has_calls or parser.is_within_call or parser.reading.is_named:
-        return reason
-    return "function_call" if parser.reading.is_older else "tool_calls"
+    calls = reason == "stop" and parser.has_calls and not parser.is_within_call
+    return "tool_calls" if calls else reason

@@ -394,10 +394,9 @@ async def validate_job(pools: PoolRegistry, job: Job) -> HttpAnswer:
             text = f"The model `{cut(target.shown)}` is not that of the pool {own.pool}, nor an adapter of it"
             raise model_not_found(f"{text}: jobs and batches go to the pool of their model")
         adapter = await pool.adapter_of(target, job.terms.key)
-        route = protocol.path
-        context = Context(pool, route, job.id, job.has_listeners, target.shown, adapter, seed=job.seed)
-        asked = await protocol.read(body, context)
-        return context.describe(asked, job.terms, JOB_TERMS, job.created_s)
+        asked = (job.id, job.has_listeners, target.shown, job.created_s)
+        answer = await protocol.read(body, Context(pool, protocol.path, *asked, seed=job.seed))
+        return replace(answer, requests=job.terms.apply(answer.requests, own, adapter), terms=JOB_TERMS)
 
 
 @contextlib.asynccontextmanager

@@ -12,20 +12,21 @@ import functools
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from api.answers.answer import Reading
+from api.answers.answer import HttpAnswer, Reading
 from api.answers.call_formats import CALL_FORMATS, HARMONY, REASONING_FORMATS
 from api.answers.scanner import Tool
 from api.errors import ApiError, cut, invalid, quoted, refuse
 from api.event_loop import offload
 from api.grammar.compile import COMPILED, Grammar, compile_grammar
 from api.grammar.force import answer_source, call_grammar
+from api.grammar.read import type_of
 from api.json import parse_text
 from api.prompts.chat_template import (
     OWN_VARIABLES,
@@ -38,8 +39,8 @@ from api.prompts.chat_template import (
 from api.prompts.pictures import PictureSource, is_picture, read_part, unknown_part
 from api.prompts.tokenizer import ModelTokenizer
 from api.protocols.openai_bodies import NAMES, OpenAIRequest
-from api.protocols.protocol import Asked, Context
-from api.requests.fields import Listed, Strict, optional, with_one_error
+from api.protocols.protocol import Context
+from api.requests.fields import Listed, SamplingFields, Strict, optional, with_one_error
 from api.requests.pool import Pool
 from api.requests.validate import GenerationParams, check_generates
 from common.settings.ranges import least
@@ -660,6 +661,27 @@ async def read_chat(body: ChatRequest, pool: Pool) -> GenerationParams:
     return replace(params, grammar=forced)
 
 
+def chat_of(
+    body: SamplingFields,
+    messages: Sequence[Message],
+    form: Mapping[str, Any] | None,
+    formats: Mapping[str, Collection[str]],
+    **own: Any,
+) -> ChatRequest:
+    """The body of a chat with the parameters of one of another API, and with fields of its `own`. Raises
+    ApiError.
+
+    Args:
+        form: what the text must look like.
+        formats: its field there → the types that it may have.
+    """
+    shared = {name: getattr(body, name) for name in SamplingFields.model_fields}
+    if form is not None:
+        [(place, kinds)] = formats.items()
+        own["response_format"] = {"type": type_of(form, kinds, place), "json_schema": form}
+    return ChatRequest(messages=[ChatMessage(**one) for one in messages], **shared, **own)
+
+
 async def read_other(chat: ChatRequest, pool: Pool, names: Mapping[str, str]) -> GenerationParams:
     """The parameters of a chat that was made of the body of another API. Raises ApiError.
 
@@ -697,6 +719,6 @@ def new_reading(body: ChatRequest, pool: Pool, tools: ToolChoice | None, prompt_
     )
 
 
-async def read_chat_completion(body: ChatRequest, context: Context) -> Asked:
+async def read_chat_completion(body: ChatRequest, context: Context) -> HttpAnswer:
     """What a body of /v1/chat/completions asks for. Raises ApiError."""
     return await context.ask([await read_chat(body, context.pool)])

@@ -13,12 +13,12 @@ from fastapi import APIRouter, Path, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from api.answers.answer import InferOutputs
+from api.answers.answer import HttpAnswer, InferOutputs
 from api.errors import invalid, kserve, refuse
 from api.http.openapi import KSERVE, TGI_ERRORS, Shape, answer, error_responses, event_stream, only
 from api.json import json_response, to_json
-from api.protocols.openai import Choice
-from api.protocols.protocol import Asked, Context, Protocol, WholeBody
+from api.protocols.choices import Choice
+from api.protocols.protocol import Context, Protocol, WholeBody
 from api.protocols.tgi import (
     GENERATION_END,
     PREFILL_TOKEN,
@@ -384,7 +384,7 @@ async def kserve_model(request: Request, model: ModelName) -> Response:
 # --- generation ---------------------------------------------------------------------------------------------
 
 
-async def read_infer(body: InferRequest, context: Context) -> Asked:
+async def read_infer(body: InferRequest, context: Context) -> HttpAnswer:
     """What the tensors of prompts ask for. Raises ApiError."""
     parameters = body.parameters or KServeParameters()
     prompts = body.prompts()
@@ -392,10 +392,10 @@ async def read_infer(body: InferRequest, context: Context) -> Asked:
     all_params = [params_of(text, field, parameters, streamed=False) for text, field in prompts]
     named = zip(body.output_names, body.inputs, strict=True)
     outputs = InferOutputs(body.id, [(name, tensor.is_bytes, tensor.shape) for name, tensor in named])
-    return await context.ask(all_params, parts={"infer": outputs})
+    return await context.ask(all_params, infer=outputs)
 
 
-async def read_generate(body: KServeGenerateRequest, context: Context) -> Asked:
+async def read_generate(body: KServeGenerateRequest, context: Context) -> HttpAnswer:
     """What a text asks for. Raises ApiError."""
     parameters, streamed = body.parameters, context.streamed
     if parameters.stream not in (None, streamed):

@@ -12,10 +12,10 @@ from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_core import from_json
 from starlette.responses import Response
 
+from api.answers.answer import HttpAnswer
 from api.answers.scanner import CallArguments, ContentDelta, Delta, ReasoningDelta
 from api.errors import ApiError, anthropic, failed, invalid, quoted
 from api.event_loop import offload
-from api.grammar.read import type_of
 from api.http.body import UnsupportedFields, reject_unsupported, schema_error
 from api.http.openapi import ANTHROPIC, CAUSES, Shape, answer, error_responses, event_stream, json_body
 from api.json import json_response
@@ -24,19 +24,17 @@ from api.protocols.chat import (
     CHARS_OF_MESSAGE,
     CHAT_NAMES,
     REASONING_SWITCHES,
-    ChatMessage,
     ChatRequest,
     FunctionSchema,
     ToolSchema,
+    chat_of,
     read_other,
 )
+from api.protocols.choices import Event, EventRenderer, Logprobs, Part
 from api.protocols.openai_bodies import openai_fields
-from api.protocols.protocol import Asked, Context, Protocol
-from api.protocols.typed_events import Event, EventRenderer, Logprobs, OutputPart
+from api.protocols.protocol import Context, Protocol
 from api.requests.fields import (
-    TIERS,
     Listed,
-    SamplingFields,
     ServedFields,
     StopText,
     Strict,
@@ -47,6 +45,7 @@ from api.requests.pool import Pool
 from api.requests.service_terms import pool_for, read_body, read_service, read_terms, request_id
 from api.requests.validate import GenerationParams
 from api.webhooks import WebhookField
+from common.messages.events import Terminal
 from common.settings.ranges import least
 
 # --- responses, for /docs -----------------------------------------------------------------------------------
@@ -95,8 +94,6 @@ ERROR_RESPONSES = error_responses(
 
 UNSUPPORTED: UnsupportedFields = {"container": (), "mcp_servers": ([],)}
 """Fields that are refused by name."""
-TIERS_OF_ANTHROPIC = {"standard_only": "default"}
-"""Anthropic's service tiers → OpenAI's, where they differ."""
 
 FORMAT_SCHEMA: Any = {
     "required": ["type", "schema"],
@@ -196,19 +193,10 @@ class CountTokensRequest(ServedFields):
     stop_sequences: Listed[StopText] | None = optional(
         "Stop strings: the text ends before the first of them that appears."
     )
-    service_tier: str | None = optional(
-        "`auto` and `standard_only` are the class `standard`; OpenAI's names are taken, too.",
-        pattern=f"^({'|'.join((*TIERS_OF_ANTHROPIC, *TIERS))})$",
-    )
 
     def check(self) -> None:
         """Raises ApiError for unsupported fields."""
         reject_unsupported(self.model_extra or {}, UNSUPPORTED, openai_fields() - {"max_tokens"})
-
-    @property
-    def tier(self) -> str | None:
-        """The tier by OpenAI's name."""
-        return TIERS_OF_ANTHROPIC.get(self.service_tier or "", self.service_tier)
 
 
 class MessagesRequest(CountTokensRequest):
@@ -235,7 +223,6 @@ MESSAGE_NAMES = {
     r"response_format\.json_schema(.*)": r"output_config.format\1",
 }
 """Patterns of names of a chat's fields and parameters → what they are called here."""
-FORMAT = "output_config.format"
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 BILLING_HEADER = re.compile(r"x-anthropic-billing-header:[^\n]*(\n+|$)")
 """What Claude Code begins its system prompt with: a line, or a block of its own, whose values change with
@@ -245,7 +232,7 @@ BLOCKS: TypeAdapter[list[InputBlock]] = TypeAdapter(Listed[InputBlock])
 
 NamedBlock = tuple[str, InputBlock]
 """A block with the name of its field."""
-Part = dict[str, Any]
+ChatPart = dict[str, Any]
 
 
 async def read_messages(body: CountTokensRequest, pool: Pool) -> GenerationParams:
@@ -257,27 +244,23 @@ async def read_messages(body: CountTokensRequest, pool: Pool) -> GenerationParam
 
 def to_chat(body: CountTokensRequest) -> ChatRequest:
     """The body of a chat with the parameters and messages of this one. Raises ApiError."""
-    messages = to_messages(body)
-    choice = body.tool_choice
-    form = body.output_config.format if body.output_config is not None else None
-    shared = {name: getattr(body, name) for name in SamplingFields.model_fields}
+    messages, choice = to_messages(body), body.tool_choice
     continues = bool(messages) and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     if continues and choice is not None and choice.type in ("any", "tool"):
         text = "`tool_choice` cannot force a call where the last of `messages` is the assistant's to continue"
         raise invalid(text, "tool_choice")
-    return ChatRequest(
-        messages=[ChatMessage(**one) for one in messages],
+    return chat_of(
+        body,
+        messages,
+        body.output_config.format if body.output_config else None,
+        {"output_config.format": ("json_schema",)},
         max_tokens=body.max_tokens if isinstance(body, MessagesRequest) else None,
         stop=body.stop_sequences,
         continue_final_message=continues,
         tools=to_tools(body.tools or []) or None,
         tool_choice=to_choice(choice, body.tools or []) if choice is not None else None,
-        response_format=None
-        if form is None
-        else {"type": type_of(form, ["json_schema"], FORMAT), "json_schema": form},
         parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
         **reasoning_fields(body),
-        **shared,
     )
 
 
@@ -432,7 +415,7 @@ def assistant_message(blocks: Iterable[NamedBlock]) -> dict[str, Any]:
     return message | ({"tool_calls": calls} if calls else {})
 
 
-def to_part(block: InputBlock, name: str) -> Part:
+def to_part(block: InputBlock, name: str) -> ChatPart:
     """A block of a user's turn, or of a result, as a part of a chat's content. Raises ApiError."""
     source: Mapping[str, Any] = block.source or {}
     match block.type, source.get("type"):
@@ -459,9 +442,9 @@ def source_value(source: Mapping[str, Any], key: str, name: str) -> str:
     return value
 
 
-def join_parts(parts: Iterable[Part]) -> str | list[Part]:
+def join_parts(parts: Iterable[ChatPart]) -> str | list[ChatPart]:
     """A content: one text, or where there are pictures the parts. Texts in a row are lines of one text."""
-    joined: list[Part] = []
+    joined: list[ChatPart] = []
     for part in parts:
         if joined and part["type"] == joined[-1]["type"] == "text":
             joined[-1] = {"type": "text", "text": f"{joined[-1]['text']}\n{part['text']}"}
@@ -490,52 +473,9 @@ DELTAS = {
 """Kinds of blocks → the type of what is added to them, and the field that has it."""
 
 
-class OutputBlock(OutputPart):
-    """A block of a message while it is made: `text`, `thinking` or `tool_use`.
-
-    Attributes:
-        signature: of reasoning. Anthropic's clients send back only reasoning that has one.
-    """
-
-    signature = ""
-
-    def begin(self) -> list[Event]:
-        return [self.event("start", content_block=self.render())]
-
-    def add(self, text: str, logprobs: Logprobs) -> list[Event]:
-        self.text += text
-        kind, field = DELTAS[self.kind]
-        return [self.event("delta", delta={"type": kind, field: text})] if text else []
-
-    def finish(self, status: str) -> list[Event]:
-        signed: list[Event] = []
-        if self.kind == "thinking":
-            self.signature = f"{self.request_id}.{self.index}"
-            delta = {"type": "signature_delta", "signature": self.signature}
-            signed = [self.event("delta", delta=delta)]
-        return [*signed, self.event("stop")]
-
-    def event(self, what: str, **more: Any) -> Event:
-        return {"type": f"content_block_{what}", "index": self.index, **more}
-
-    def render(self) -> dict[str, Any]:
-        """The block so far. Arguments that were cut have what is complete in them."""
-        match self.kind:
-            case "text":
-                own: dict[str, Any] = {"text": self.text}
-            case "thinking":
-                own = {"thinking": self.text, "signature": self.signature}
-            case _:
-                own = {"id": self.call[0], "name": self.call[1], "input": {}}
-                with contextlib.suppress(ValueError):  # as Anthropic's own client reads those of a stream
-                    own["input"] = from_json(self.text or "{}", allow_partial=True)
-        return {"type": self.kind, **own}
-
-
 class MessageRenderer(EventRenderer):
-    """Renders one message, piece by piece."""
+    """Renders one message, piece by piece, of blocks: `text`, `thinking` and `tool_use`."""
 
-    part = OutputBlock
     kinds: Mapping[type[Delta], str] = {
         ContentDelta: "text",
         ReasoningDelta: "thinking",
@@ -544,19 +484,47 @@ class MessageRenderer(EventRenderer):
 
     # --- events ---------------------------------------------------------------------------------------------
 
-    def first_events(self) -> list[Event]:
+    def render_first_chunks(self) -> list[Event]:
         return [{"type": "message_start", "message": self.render()}, {"type": "ping"}]
 
-    def failure_event(self) -> Event:
-        assert self.stream.terminal is not None
-        return anthropic(failed(self.stream.terminal))[1]
+    def render_failure(self, failure: Terminal) -> Event:
+        return anthropic(failed(failure))[1]
 
-    def last_events(self) -> list[Event]:
-        return [
-            *(self.parts[-1].finish("completed") if self.parts else []),
-            {"type": "message_delta", "delta": self.ending(), "usage": self.usage()},
-            {"type": "message_stop"},
-        ]
+    def render_last_chunks(self) -> list[Event]:
+        ended = self.finish("completed")
+        end = {"type": "message_delta", "delta": self.ending(), "usage": self.usage()}
+        return [*ended, end, {"type": "message_stop"}]
+
+    def begun(self, part: Part) -> list[Event]:
+        return [block_event(part, "start", content_block=self.render_block(part))]
+
+    def added(self, part: Part, text: str, logprobs: Logprobs) -> list[Event]:
+        kind, field = DELTAS[part.kind]
+        return [block_event(part, "delta", delta={"type": kind, field: text})] if text else []
+
+    def ended(self, part: Part) -> list[Event]:
+        signed: list[Event] = []
+        if part.kind == "thinking":
+            delta = {"type": "signature_delta", "signature": self.signature(part)}
+            signed = [block_event(part, "delta", delta=delta)]
+        return [*signed, block_event(part, "stop")]
+
+    def signature(self, part: Part) -> str:
+        """Of reasoning that has ended. Anthropic's clients send back only reasoning that has one."""
+        return "" if part.status == "in_progress" else f"{self.answer.request_id}.{part.index}"
+
+    def render_block(self, part: Part) -> dict[str, Any]:
+        """The block so far. Arguments that were cut have what is complete in them."""
+        match part.kind:
+            case "text":
+                own: dict[str, Any] = {"text": part.text}
+            case "thinking":
+                own = {"thinking": part.text, "signature": self.signature(part)}
+            case _:
+                own = {"id": part.call[0], "name": part.call[1], "input": {}}
+                with contextlib.suppress(ValueError):  # as Anthropic's own client reads those of a stream
+                    own["input"] = from_json(part.text or "{}", allow_partial=True)
+        return {"type": part.kind, **own}
 
     # --- the object -----------------------------------------------------------------------------------------
 
@@ -566,7 +534,7 @@ class MessageRenderer(EventRenderer):
             "type": "message",
             "role": "assistant",
             "model": self.answer.model,
-            "content": [block.render() for block in self.parts],
+            "content": [self.render_block(part) for part in self.parts],
             **self.ending(),
             "usage": self.usage(),
         }
@@ -574,34 +542,34 @@ class MessageRenderer(EventRenderer):
     def ending(self) -> dict[str, Any]:
         """Why the message has ended; null until then."""
         reason = self.stop_reason()
-        stop = self.choice.text.stop_reason if reason == "stop_sequence" else None
+        stop = self.choice.stop_reason if reason == "stop_sequence" else None
         return {"stop_reason": reason, "stop_sequence": stop}
 
     def stop_reason(self) -> str | None:
-        reason, parser = self.choice.finish_reason, self.parser
-        if reason is None:
-            return None
-        is_within_call = parser is not None and parser.is_within_call
-        calls = parser is not None and parser.has_calls and (reason == "stop" or parser.ends_in_call)
-        if calls and not is_within_call:
-            return "tool_use"
-        if isinstance(self.choice.text.stop_reason, str):
+        reason = self.choice.finish_reason
+        if reason is None or reason == "tool_calls":
+            return reason and "tool_use"
+        if isinstance(self.choice.stop_reason, str):
             return "stop_sequence"
-        return "max_tokens" if reason == "length" or is_within_call else "end_turn"
+        return "max_tokens" if reason == "length" or self.choice.is_within_call else "end_turn"
 
     def usage(self) -> dict[str, Any]:
         """Token counts; of the generated tokens, only those that were taken. Before the first of them nobody
         knows what was cached, so a stream that is rendered again does not say it there either.
         """
-        has_begun = self.choice.ended or self.choice.text.num_tokens
+        has_begun = self.choice.ended or self.choice.num_tokens
         num_cached = self.stream.num_cached if has_begun else 0
         return {
             "input_tokens": self.answer.num_prompt_tokens - num_cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": num_cached,
-            "output_tokens": self.choice.text.num_tokens,
+            "output_tokens": self.choice.num_tokens,
             "service_tier": SHOWN_TIERS[self.answer.requests[0].class_name],
         }
+
+
+def block_event(part: Part, what: str, **more: Any) -> Event:
+    return {"type": f"content_block_{what}", "index": part.index, **more}
 
 
 # --- routes -------------------------------------------------------------------------------------------------
@@ -611,7 +579,7 @@ router = APIRouter(responses=ERROR_RESPONSES, tags=[ANTHROPIC])
 EXAMPLE = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
 
 
-async def read_message(body: MessagesRequest, context: Context) -> Asked:
+async def read_message(body: MessagesRequest, context: Context) -> HttpAnswer:
     """What a body asks for. Raises ApiError."""
     return await context.ask([await read_messages(body, context.pool)])
 
@@ -648,7 +616,7 @@ async def count_tokens(request: Request) -> Response:
     """Counts the tokens of the prompt that the same body makes at /v1/messages; nothing is generated."""
     body = await read_body(request, CountTokensRequest)
     pool = await pool_for(request, body.model)
-    read_service(request, body.priority, body.tier)
+    read_service(request, body.priority, body.service_tier)
     read_terms(request, request_id(request), True, body.resume_s, None)
     prompt = await shown_prompt(await read_messages(body, pool), pool)
     ids = await pool.tokenizer.encode_prompt(prompt, add_special_tokens=False)

@@ -10,13 +10,13 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from api.answers.answer import Rendering
+from api.answers.answer import HttpAnswer, Rendering
 from api.errors import quoted, refuse
 from api.grammar.compile import Grammar
 from api.grammar.read import FIELDS, read_grammar
 from api.http.body import UnsupportedFields, reject_unsupported
 from api.prompts.chat_template import Rendered
-from api.protocols.protocol import Asked, Context
+from api.protocols.protocol import Context
 from api.requests.fields import (
     DETACHED,
     MAX_CHOICES,
@@ -313,7 +313,7 @@ def read_prompts(prompt: Any) -> list[str] | list[list[int]]:
     return [prompt] if is_one else prompt
 
 
-async def read_completion(body: CompletionRequest, context: Context) -> Asked:
+async def read_completion(body: CompletionRequest, context: Context) -> HttpAnswer:
     """What a body of /v1/completions asks for. Raises ApiError."""
     prompts = read_prompts(body.prompt)
     context.check_number(len(prompts), "prompt")

@@ -11,7 +11,7 @@ import orjson
 from pydantic import ConfigDict, Field
 from tokenizers import Encoding, Tokenizer
 
-from api.answers.answer import VectorAnswer
+from api.answers.answer import HttpAnswer, VectorAnswer
 from api.errors import invalid, openai, quoted, too_long, unavailable
 from api.event_loop import Pace
 from api.http.body import reject_unsupported
@@ -19,7 +19,7 @@ from api.http.openapi import OPENAI_ERRORS, POOLING, Responses, Shape, only
 from api.json import to_json
 from api.prompts.chat_template import Rendered
 from api.protocols.openai_bodies import Prompt, read_prompts
-from api.protocols.protocol import Asked, Context, Protocol, Renderer, WholeBody
+from api.protocols.protocol import Context, Protocol, Renderer, WholeBody
 from api.requests.fields import (
     CACHE_SALT,
     MODEL,
@@ -201,7 +201,7 @@ def pooling_of(context: Context) -> PoolingConfig:
 
 async def ask_for(
     context: Context, inputs: Sequence[PoolingInput], body: PoolingFields, name: str, shown: VectorAnswer
-) -> Asked:
+) -> HttpAnswer:
     """A request for each input; `name` is that of the field that has them. Raises ApiError."""
     pool, pooling, pace = context.pool, pooling_of(context), Pace()
     context.check_number(len(inputs), name)
@@ -232,7 +232,7 @@ async def ask_for(
     if need > most:
         raise invalid(f"`{name}` may have at most {most} bytes of vectors. Given: {need} bytes")
     num_chars = sum(map(len, (text for one in inputs for text in one.texts)))
-    return Asked(requests, [""] * len(requests), num_chars=num_chars, parts={"vectors": shown})
+    return context.answer(requests, [""] * len(requests), num_chars, vectors=shown)
 
 
 # --- token ids ----------------------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ async def ask_for_pairs(
     names: tuple[str, str],
     body: PoolingFields,
     shown: VectorAnswer,
-) -> Asked:
+) -> HttpAnswer:
     """The requests for scores of pairs. An embedding model computes both sides once, and their cosines are
     the scores; a reranker computes each pair. Raises ApiError.
 
@@ -356,38 +356,27 @@ AS_EMBEDDINGS, AS_SCORE, AS_RERANK = "embeddings", "score", "rerank"
 
 class VectorRenderer(Renderer):
     def whole(self) -> WholeBody:
-        answer, streams, shown = self.answer, self.streams, self.answer.vectors
+        answer, shown, num_prompt = self.answer, self.answer.vectors, self.answer.num_prompt_tokens
         assert shown is not None
-        model, usage = {"model": answer.model}, {"prompt_tokens": answer.num_prompt_tokens}
-        usage["total_tokens"] = usage["prompt_tokens"]
-        head = {"id": f"{shown.form}-{answer.request_id}"}
-        content: dict[str, Any]
-        match shown.form:
-            case "embeddings":
-                data: list[dict[str, Any]] = [
-                    {"object": "embedding", "index": i, "embedding": shown_values(shown, values_of(stream))}
-                    for i, stream in enumerate(streams)
-                ]
-                content = {"object": "list", "data": data, **model, "usage": usage}
-            case "score":
-                scores = enumerate(scores_of(shown, streams))
-                data = [{"index": i, "object": "score", "score": score} for i, score in scores]
-                content = {
-                    **head,
-                    "object": "list",
-                    "created": answer.created_s,
-                    **model,
-                    "data": data,
-                    "usage": usage,
-                }
-            case _:
-                ranked = sorted(enumerate(scores_of(shown, streams)), key=lambda item: -item[1])
-                results = [
-                    {"index": i, "relevance_score": score}
-                    | ({"document": {"text": shown.texts[i]}} if shown.texts else {})
-                    for i, score in (ranked[: shown.top_n] if shown.top_n else ranked)
-                ]
-                content = {**head, **model, "usage": usage, "results": results}
+        usage = {"prompt_tokens": num_prompt, "total_tokens": num_prompt}
+        content: dict[str, Any] = {"model": answer.model, "usage": usage}
+        if shown.form != AS_EMBEDDINGS:
+            content["id"] = f"{shown.form}-{answer.request_id}"
+        if shown.form == AS_RERANK:
+            ranked = sorted(enumerate(scores_of(shown, self.streams)), key=lambda item: -item[1])
+            content["results"] = [
+                {"index": i, "relevance_score": score}
+                | ({"document": {"text": shown.texts[i]}} if shown.texts else {})
+                for i, score in (ranked[: shown.top_n] if shown.top_n else ranked)
+            ]
+        elif shown.form == AS_SCORE:
+            scores = enumerate(scores_of(shown, self.streams))
+            data = [{"index": i, "object": "score", "score": score} for i, score in scores]
+            content |= {"object": "list", "created": answer.created_s, "data": data}
+        else:
+            vectors = (shown_values(shown, values_of(stream)) for stream in self.streams)
+            data = [{"object": "embedding", "index": i, "embedding": one} for i, one in enumerate(vectors)]
+            content |= {"object": "list", "data": data}
         return to_json(content), 0
 
 
@@ -412,7 +401,7 @@ def scores_of(shown: VectorAnswer, streams: Sequence[Stream]) -> list[float]:
     return [cosine(*pair) for pair in zip(queries, others, strict=True)]
 
 
-async def read_embedding(parsed: EmbeddingRequest, context: Context) -> Asked:
+async def read_embedding(parsed: EmbeddingRequest, context: Context) -> HttpAnswer:
     """Raises ApiError."""
     own, name = pooling_of(context), context.pool.settings.model_name
     if own.kind != EMBED:
@@ -428,7 +417,7 @@ async def read_embedding(parsed: EmbeddingRequest, context: Context) -> Asked:
     return await ask_for(context, listed_inputs(parsed.input, "input"), parsed, "input", shown)
 
 
-async def read_rerank(parsed: RerankFields, context: Context) -> Asked:
+async def read_rerank(parsed: RerankFields, context: Context) -> HttpAnswer:
     """Raises ApiError."""
     texts = [one if isinstance(one, str) else one.text for one in parsed.documents]
     given = [] if parsed.return_documents is False else texts
@@ -437,7 +426,7 @@ async def read_rerank(parsed: RerankFields, context: Context) -> Asked:
     return await ask_for_pairs(context, [parsed.query], texts, names, parsed, shown)
 
 
-async def read_score(parsed: ScoreRequest, context: Context) -> Asked:
+async def read_score(parsed: ScoreRequest, context: Context) -> HttpAnswer:
     """Raises ApiError."""
     first, second = ([one] if isinstance(one, str) else list(one) for one in (parsed.text_1, parsed.text_2))
     if len(first) not in (1, len(second)):

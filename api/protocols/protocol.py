@@ -12,7 +12,7 @@ from sse_starlette import EventSourceResponse
 from starlette.requests import Request
 from starlette.types import Scope
 
-from api.answers.answer import AnswerTerms, HttpAnswer, Rendering
+from api.answers.answer import HttpAnswer
 from api.errors import Family, anthropic, invalid, kserve, openai, tgi
 from api.event_loop import Pace
 from api.http.body import KEY_REUSED
@@ -21,7 +21,7 @@ from api.http.sse import Feed
 from api.prompts.tokenizer import ModelTokenizer
 from api.requests.fields import Strict
 from api.requests.pool import Pool
-from api.requests.service_terms import SERVICE_HEADERS, ServiceTerms
+from api.requests.service_terms import SERVICE_HEADERS
 from api.requests.validate import GenerationParams, check_size, validate, with_truncate
 from api.streams.stream import Stream
 from api.webhooks import REQUEST
@@ -48,10 +48,7 @@ class Renderer(ABC):
 
     Attributes:
         streams: of its requests. It is their only reader.
-        queues: whether an answer that nobody waits for is shown before its first token.
     """
-
-    queues = False
 
     def __init__(self, answer: HttpAnswer, streams: Sequence[Stream]) -> None:
         self.answer = answer
@@ -69,10 +66,6 @@ class Renderer(ABC):
         """The frames of a job; None where the whole is the only frame."""
         return None
 
-    def queued(self) -> bytes:
-        """The body of an answer before its first token."""
-        raise NotImplementedError
-
 
 class Context(NamedTuple):
     """For whom a body is read.
@@ -82,6 +75,7 @@ class Context(NamedTuple):
         answer_id: id of the answer.
         streamed: whether frames are wanted.
         model: by the name that the answer shows.
+        created_s: the broker's time.
         adapter: the key of the adapter with which it is served; empty without one.
         request: over HTTP; None for a job.
         seed: of a body without one; None draws one.
@@ -92,6 +86,7 @@ class Context(NamedTuple):
     answer_id: str
     streamed: bool
     model: str
+    created_s: int
     adapter: str = ""
     request: Request | None = None
     seed: int | None = None
@@ -102,9 +97,10 @@ class Context(NamedTuple):
         if not 0 < number <= most:
             raise invalid(f"`{field}` must have 1 to {most} items. Given: {number}")
 
-    async def ask(self, prompts: Sequence[GenerationParams], **own: Any) -> "Asked":
-        """What a body asks for: its prompts, each with its choices, and what is its `own`. Raises ApiError,
-        also for more choices than are ever admitted together; those of a job come one by one.
+    async def ask(self, prompts: Sequence[GenerationParams], **own: Any) -> HttpAnswer:
+        """The answer that a body asks for: to its prompts, each with its choices, and with what is its `own`.
+        Raises ApiError, also for more choices than are ever admitted together; those of a job come one by
+        one.
         """
         pool, limits = self.pool, self.pool.workers.limits
         requests: list[Generate] = []
@@ -121,32 +117,33 @@ class Context(NamedTuple):
             with prompts[0].naming():
                 raise invalid(f"`n` {words}")
         num_chars = sum(len(one.prompt.text) for one in prompts if one.prompt)
-        return Asked(requests, prefixes, prompts[0].rendering, num_chars, **own)
+        return self.answer(requests, prefixes, num_chars, rendering=prompts[0].rendering, **own)
 
-    def describe(
-        self, asked: "Asked", service: ServiceTerms, terms: AnswerTerms, created_s: int
+    def answer(
+        self, requests: Sequence[Generate], prefixes: Sequence[str], num_chars: int, **own: Any
     ) -> HttpAnswer:
-        """The answer to validated requests: those of the choices of the first prompt, then those of the next.
-        A beam search is one request for all choices of its prompt. `created_s` is the broker's time.
+        """The answer to requests, which have no ids and no terms yet: those of the choices of the first
+        prompt, then those of the next. A beam search is one request for all choices of its prompt.
+
+        Args:
+            prefixes: for each prompt, the text with which its choices begin.
+            num_chars: characters of all prompts.
         """
-        requests = service.apply(asked.requests, self.pool.settings, self.adapter)
-        per_prompt = len(requests) // len(asked.prefixes)
-        beams = requests[0].beams
-        plain = HttpAnswer(
+        per_prompt, beams = len(requests) // len(prefixes), requests[0].beams
+        return HttpAnswer(
             request_id=self.answer_id,
             route=self.route,
             streamed=self.streamed,
-            created_s=created_s,
+            created_s=self.created_s,
             model=self.model,
             fingerprint=FINGERPRINT,
             n=beams.num_returned if beams else per_prompt,
             prompts=[request.prompt_ids for request in requests[::per_prompt]],
             requests=[replace(request, prompt_ids=b"") for request in requests],
-            prefixes=[*asked.prefixes],
-            rendering=asked.rendering,
-            terms=terms,
+            prefixes=[*prefixes],
+            num_chars=num_chars,
+            **own,
         )
-        return replace(plain, **asked.parts)
 
 
 def shown_prefix(params: GenerationParams, request: Generate, tokenizer: ModelTokenizer) -> str:
@@ -158,25 +155,6 @@ def shown_prefix(params: GenerationParams, request: Generate, tokenizer: ModelTo
     return tokenizer.text_of(unpack_ids(request.prompt_ids))
 
 
-class Asked(NamedTuple):
-    """What a body asks for.
-
-    Attributes:
-        requests: one for each choice of each prompt; they have no ids yet.
-        prefixes: for each prompt, the text with which its choices begin.
-        num_chars: characters of all prompts.
-        is_stored: the answer is kept after its end.
-        parts: fields of the answer that this API alone has.
-    """
-
-    requests: list[Generate]
-    prefixes: Sequence[str]
-    rendering: Rendering = Rendering()
-    num_chars: int = 0
-    is_stored: bool = False
-    parts: Mapping[str, Any] = {}
-
-
 class Protocol(NamedTuple):
     """A route that makes answers: its row.
 
@@ -185,8 +163,8 @@ class Protocol(NamedTuple):
         instead_of: routes of other servers in whose place clients may ask for it.
         name: of its operation in /docs.
         body: what a body is read into. Its fields `model`, `adapter_id`, `stream`, `resume_s`, `detached`,
-            `priority`, `tier` and `webhook`, where it has them, say how it is served.
-        read: what a body asks for. Raises ApiError.
+            `priority`, `service_tier` and `webhook`, where it has them, say how it is served.
+        read: the answer that a body asks for, without its terms. Raises ApiError.
         error: the form of its errors, and `errors` what /docs says of them.
         tag, summary, description, example: what /docs says of it, with a body.
         whole: the shape of a whole answer; None for a route that only streams.
@@ -207,7 +185,7 @@ class Protocol(NamedTuple):
     path: str
     name: str
     body: type[Strict]
-    read: Callable[[Any, Context], Awaitable[Asked]]
+    read: Callable[[Any, Context], Awaitable[HttpAnswer]]
     renderer: type[Renderer]
     error: Family
     errors: Responses

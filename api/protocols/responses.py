@@ -6,18 +6,19 @@ Fields that this server does not support are refused by name. Unknown names are 
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import orjson
 from pydantic import Field, ValidationError
 from starlette.requests import Request
 
-from api.answers.answer import ResponseParts
-from api.errors import ApiError, cut, invalid, quoted, refuse
+from api.answers.answer import HttpAnswer, ResponseParts
+from api.answers.logprobs import chat_logprobs
+from api.answers.scanner import CallArguments, ContentDelta, ReasoningDelta, is_json_text
+from api.errors import ApiError, cut, failed, invalid, quoted, refuse
 from api.event_loop import offload
-from api.grammar.read import type_of
 from api.http.body import UnsupportedFields, reject_unsupported, schema_error
-from api.http.openapi import event_stream
+from api.http.openapi import Shape, event_stream
 from api.json import to_json
 from api.prompts.pictures import is_data, unknown_part
 from api.prompts.pictures import read_part as picture_source
@@ -25,43 +26,28 @@ from api.protocols.chat import (
     CHARS_OF_MESSAGE,
     CHAT_NAMES,
     EFFORT,
-    ChatMessage,
     ChatRequest,
     ToolSchema,
+    chat_of,
     read_other,
 )
+from api.protocols.choices import Event, EventRenderer, Logprobs, Part
 from api.protocols.openai import CHAT_COMPLETIONS
 from api.protocols.openai_bodies import FORMAT_SCHEMA, MAX_TOKENS
-from api.protocols.protocol import Asked, Context
-from api.protocols.typed_events import (
-    RESPONSE_EVENT,
-    RESPONSE_SHAPE,
-    Item,
-    ResponseObjectRenderer,
-    fields_of,
-    item_id,
-    response_id,
-)
-from api.requests.fields import (
-    Listed,
-    SamplingFields,
-    ServedFields,
-    Strict,
-    Whole,
-    optional,
-    with_one_error,
-)
+from api.protocols.protocol import Context
+from api.requests.fields import Listed, ServedFields, Strict, Whole, optional, with_one_error
 from api.requests.validate import LOGITS_FIELDS
 from api.resume import attach
 from api.resume.attach import Admitted, find_own
 from api.streams.stream import Stream
 from api.webhooks import RESPONSE, WebhookField
 from common.ids import ITEM_ID, RESPONSE_ID
+from common.messages.events import Terminal
 from common.messages.request import SamplingParams
 from common.settings.ranges import least
 
+Item = dict[str, Any]
 ROLES = ("user", "system", "developer", "assistant")
-
 LOGPROBS = "message.output_text.logprobs"
 Label = Annotated[str, Field(max_length=64)]
 LabelText = Annotated[str, Field(max_length=512)]
@@ -335,29 +321,265 @@ def chat_content(content: str | Sequence[Mapping[str, Any]]) -> str | list[dict[
     ]
 
 
-# --- as a chat ----------------------------------------------------------------------------------------------
+# --- the response, as /docs describes it --------------------------------------------------------------------
 
 
-PREVIOUS = "previous_response_id"
-RESPONSE_NAMES = {
-    **CHAT_NAMES,
-    "prompt": "input",
-    r"messages.*": "input",
-    "max_new_tokens": "max_output_tokens",
-    r"(tools\[\d+\])\.function(.*)": r"\1\2",
-    r"reasoning_effort": "reasoning.effort",
-    r"response_format(\.json_schema)?(.*)": r"text.format\2",
+ITEM = {
+    "id": "msg_5f0f8c0e_0",
+    "type": ("message", "function_call", "function_call_output", "reasoning"),
+    ...: ...,
 }
-"""Patterns of names of a chat's fields and parameters → what they are called in a response."""
-
-BUILT_IN_TOOLS = (
-    *("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
-    *("image_generation", "code_interpreter", "file_search", "mcp", "namespace", "tool_search", "custom"),
-    *("computer", "computer_use_preview", "local_shell", "shell", "apply_patch"),
+RESPONSE_SHAPE = Shape(
+    "ResponseObject",
+    {
+        "id": "resp_5f0f8c0e",
+        "object": "response",
+        "created_at": 1764000000,
+        "status": ("completed", "queued", "in_progress", "incomplete", "failed", "cancelled"),
+        "error": (None, {"code": "server_error", "message": "Request failed during generation"}),
+        "incomplete_details": (None, {"reason": "max_output_tokens"}),
+        "model": "SmolLM2",
+        "output": [ITEM],
+        "usage": (
+            {
+                "input_tokens": 12,
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": 20,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": 32,
+            },
+            None,
+        ),
+        "metadata": {},
+        "tools": [{}],
+        "tool_choice": ("auto", {}),
+        "parallel_tool_calls": True,
+        ...: ...,
+    },
 )
-"""Types of tools that no model here can call: OpenAI's servers run them, or its models have learnt them.
-Agents declare them to every model.
+RESPONSE_EVENT = Shape(
+    "ResponseEvent", {"type": "response.output_text.delta", "sequence_number": 4, ...: ...}
+)
+
+
+class ItemForm(NamedTuple):
+    """A kind of items.
+
+    Attributes:
+        id_prefix: of its items.
+        texts, parts: what events call its text, and its part; a call has no part.
+        part_type: of its part.
+        place: where events say that its part is.
+    """
+
+    id_prefix: str
+    texts: str
+    parts: str = ""
+    part_type: str = ""
+    place: Mapping[str, int] = {}
+
+
+MESSAGE, CALL = "message", "function_call"
+FORMS = {
+    MESSAGE: ItemForm("msg", "output_text", "content_part", "output_text", {"content_index": 0}),
+    "reasoning": ItemForm("rs", "reasoning_text", "content_part", "reasoning_text", {"content_index": 0}),
+    "summary": ItemForm(
+        "rs", "reasoning_summary_text", "reasoning_summary_part", "summary_text", {"summary_index": 0}
+    ),
+    CALL: ItemForm("fc", "function_call_arguments"),
+}
+"""Kinds of items: the answer's text; reasoning, and reasoning as its own summary, where the client asked for
+one; a call of a function, whose text is the arguments in JSON.
 """
+
+
+def item_id(prefix: str, request_id: str, position: int | str) -> str:
+    """Id of an item; its position is a number in the output, or `i` and a number in the input."""
+    return f"{prefix}_{request_id}_{position}"
+
+
+def shown_logprobs(part: Part, logprobs: Logprobs) -> dict[str, Any]:
+    return {"logprobs": logprobs} if part.kind == MESSAGE else {}
+
+
+def content_of(part: Part) -> Item:
+    """The only part of an item's content."""
+    of_message = {"annotations": [], "logprobs": [*part.logprobs]} if part.kind == MESSAGE else {}
+    return {"type": FORMS[part.kind].part_type, **of_message, "text": part.text}
+
+
+# --- the response -------------------------------------------------------------------------------------------
+
+
+ENDS = {"completed": "response.completed", "incomplete": "response.incomplete"}
+"""Last events by status; any other end is a failure."""
+SUPERSEDED = "superseded"
+"""Error type of a stream that another reader has taken."""
+SHOWN_TIERS = {"interactive": "priority", "standard": "default", "batch": "flex"}
+"""Classes → the service tiers that a response shows."""
+ERROR_CODES = {408: "timeout", 424: "server_error"}
+"""`error.code` of a response that failed, by the status of its error; others are faults of the request."""
+
+
+def response_id(request_id: str) -> str:
+    return f"resp_{request_id}"
+
+
+def fields_of(answer: HttpAnswer) -> Any:
+    """The fields of the object that say what was requested: `store` and `background` among them."""
+    assert answer.response is not None
+    return orjson.loads(answer.response.fields)
+
+
+def is_stored(answer: HttpAnswer) -> bool:
+    """Whether it is a response that can be retrieved and continued."""
+    return answer.response is not None and fields_of(answer)["store"]
+
+
+class ResponseObjectRenderer(EventRenderer):
+    """Renders one response, piece by piece.
+
+    Attributes:
+        fields: as of `fields_of`.
+        num_shown: tokens whose log-probabilities were shown; others have not shown any text yet.
+    """
+
+    has_sequence = True
+
+    def __init__(self, answer: HttpAnswer, streams: Sequence[Stream]) -> None:
+        super().__init__(answer, streams)
+        self.fields = fields_of(answer)
+        reasoning = "summary" if self.fields["reasoning"]["summary"] else "reasoning"
+        self.kinds = {ContentDelta: MESSAGE, ReasoningDelta: reasoning, CallArguments: CALL}
+        self.num_shown = 0
+
+    # --- events ---------------------------------------------------------------------------------------------
+
+    def render_first_chunks(self) -> list[Event]:
+        status = "queued" if self.fields["background"] else "in_progress"
+        kinds = ["created", "queued"] if self.fields["background"] else ["created"]
+        first = [{"type": f"response.{kind}", "response": self.render(status)} for kind in kinds]
+        return [*first, {"type": "response.in_progress", "response": self.render("in_progress")}]
+
+    def new_logprobs(self) -> Logprobs:
+        begin, self.num_shown = self.num_shown, self.choice.num_tokens
+        has_logprobs = self.answer.rendering.logprobs
+        return chat_logprobs(self.stream, range(begin, self.num_shown)) if has_logprobs else []
+
+    def render_last_chunks(self) -> list[Event]:
+        """The end of the last item, an empty message if there is none, and that of the response."""
+        opened = [] if self.parts else self.begin(MESSAGE)
+        ended = self.finish("completed" if self.status == "completed" else "incomplete")
+        return [*opened, *ended, {"type": ENDS[self.status], "response": self.render()}]
+
+    def render_failure(self, failure: Terminal) -> Event:
+        if failure.error_type == SUPERSEDED:
+            return {"type": "error", "code": SUPERSEDED, "message": failure.error, "param": None}
+        if self.parts:
+            self.parts[-1].status = "incomplete"
+        return {"type": "response.failed", "response": self.render()}
+
+    # --- items ----------------------------------------------------------------------------------------------
+
+    def begun(self, part: Part) -> list[Event]:
+        added = self.item_event(part, "added", [])
+        return [added, self.part_event(part, "added")] if FORMS[part.kind].parts else [added]
+
+    def added(self, part: Part, text: str, logprobs: Logprobs) -> list[Event]:
+        return [self.text_event(part, "delta", delta=text) | shown_logprobs(part, logprobs)]
+
+    def ended(self, part: Part) -> list[Event]:
+        """The arguments of an incomplete call are never done: clients would run the call."""
+        if part.kind == CALL and not is_json_text(part.text):
+            part.status = "incomplete"
+        done: list[Event] = []
+        if part.kind != CALL:
+            text = self.text_event(part, "done", text=part.text) | shown_logprobs(part, part.logprobs)
+            done = [text, self.part_event(part, "done")]
+        elif part.status == "completed":
+            done = [self.text_event(part, "done", name=part.call[1], arguments=part.text)]
+        return [*done, self.item_event(part, "done", [content_of(part)])]
+
+    def item_event(self, part: Part, what: str, content: list[Item]) -> Event:
+        item = self.render_item(part, content)
+        return {"type": f"response.output_item.{what}", "output_index": part.index, "item": item}
+
+    def text_event(self, part: Part, what: str, /, **more: Any) -> Event:
+        form = FORMS[part.kind]
+        head = {"type": f"response.{form.texts}.{what}", "item_id": self.id_of(part)}
+        return {**head, "output_index": part.index, **form.place, **more}
+
+    def part_event(self, part: Part, what: str) -> Event:
+        kind = {"type": f"response.{FORMS[part.kind].parts}.{what}"}
+        return self.text_event(part, what, part=content_of(part)) | kind
+
+    def render_item(self, part: Part, content: list[Item]) -> Item:
+        """An item as it is now, with this content, which a call does not have."""
+        head = {"id": self.id_of(part), "type": part.kind, "status": part.status}
+        match part.kind:
+            case "message":
+                return head | {"content": content, "role": "assistant"}
+            case "function_call":
+                call_id, name = part.call
+                return head | {"arguments": part.text, "call_id": call_id, "name": name}
+        field = "content" if part.kind == "reasoning" else "summary"
+        own = {"summary": [], "content": [], field: content}
+        return head | {"type": "reasoning", **own, "encrypted_content": None}
+
+    def id_of(self, part: Part) -> str:
+        return item_id(FORMS[part.kind].id_prefix, self.answer.request_id, part.index)
+
+    # --- the object -----------------------------------------------------------------------------------------
+
+    @property
+    def status(self) -> str:
+        terminal = self.stream.terminal
+        if terminal is None:
+            return "in_progress" if self.stream.ids or self.stream.worker else "queued"
+        if self.stream.finished:
+            is_cut = self.choice.is_within_call or self.choice.finish_reason == "length"
+            return "incomplete" if is_cut else "completed"
+        return "cancelled" if terminal.reason == "cancelled" else "failed"
+
+    def render(self, status: str = "") -> dict[str, Any]:
+        """The response as it is now, or as it would be in another status."""
+        status = status or self.status
+        terminal = self.stream.terminal
+        is_cut = status == "incomplete" and terminal is not None and terminal.known_reason == "length"
+        incomplete = {"reason": "max_output_tokens"} if is_cut else None
+        error = None
+        if status == "failed" and terminal is not None:
+            cause = failed(terminal)
+            code = ERROR_CODES.get(cause.status, "invalid_prompt")
+            error = {"code": code, "message": cause.text}
+        return {
+            "id": response_id(self.answer.request_id),
+            "object": "response",
+            "created_at": self.answer.created_s,
+            "status": status,
+            "error": error,
+            "incomplete_details": incomplete,
+            "model": self.answer.model,
+            "output": [self.render_item(part, [content_of(part)]) for part in self.parts],
+            **self.fields,
+            "service_tier": SHOWN_TIERS[self.answer.requests[0].class_name],
+            "usage": self.usage() if status in ENDS else None,
+        }
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts; of the generated tokens, only those that were taken."""
+        parser, num_reasoning = self.parser, 0
+        if parser is not None and parser.reading.reasoning:
+            num_reasoning = parser.num_reasoning_tokens
+        num_input, num_output = self.answer.num_prompt_tokens, self.choice.num_tokens
+        return {
+            "input_tokens": num_input,
+            "input_tokens_details": {"cached_tokens": self.stream.num_cached, "cache_write_tokens": 0},
+            "output_tokens": num_output,
+            "output_tokens_details": {"reasoning_tokens": num_reasoning},
+            "total_tokens": num_input + num_output,
+        }
+
 
 # --- conversation -------------------------------------------------------------------------------------------
 
@@ -376,9 +598,7 @@ async def find_response(request: Request, response_id: str) -> StoredResponse | 
     """The response with this id, if it was created with this request's API key. Raises ApiError (503)."""
     matched = RESPONSE_ID.fullmatch(response_id)
     admitted = await find_own(request, matched[1]) if matched else None
-    if admitted is None or admitted.answer.response is None or not fields_of(admitted.answer)["store"]:
-        return None
-    return StoredResponse(*admitted)
+    return StoredResponse(*admitted) if admitted is not None and is_stored(admitted.answer) else None
 
 
 async def read_response(stored: Admitted) -> Stream:
@@ -424,15 +644,38 @@ async def resolve_references(request: Request | None, items: list[Item]) -> list
     return resolved
 
 
-# --- chat ---------------------------------------------------------------------------------------------------
+# --- as a chat ----------------------------------------------------------------------------------------------
+
+
+PREVIOUS = "previous_response_id"
+RESPONSE_NAMES = {
+    **CHAT_NAMES,
+    "prompt": "input",
+    r"messages.*": "input",
+    "max_new_tokens": "max_output_tokens",
+    r"(tools\[\d+\])\.function(.*)": r"\1\2",
+    r"reasoning_effort": "reasoning.effort",
+    r"response_format(\.json_schema)?(.*)": r"text.format\2",
+}
+"""Patterns of names of a chat's fields and parameters → what they are called in a response."""
+
+BUILT_IN_TOOLS = (
+    *("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
+    *("image_generation", "code_interpreter", "file_search", "mcp", "namespace", "tool_search", "custom"),
+    *("computer", "computer_use_preview", "local_shell", "shell", "apply_patch"),
+)
+"""Types of tools that no model here can call: OpenAI's servers run them, or its models have learnt them.
+Agents declare them to every model.
+"""
 
 
 def to_chat(body: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
     """The body of a chat with the parameters of a response and these items. Raises ApiError."""
-    shared = {name: getattr(body, name) for name in SamplingFields.model_fields}
-    form, kinds = body.text.format if body.text else None, ("text", "json_object", "json_schema")
-    return ChatRequest(
-        messages=[ChatMessage(**one) for one in to_messages(body.instructions, items)],
+    return chat_of(
+        body,
+        to_messages(body.instructions, items),
+        body.text.format if body.text else None,
+        {"text.format": ("text", "json_object", "json_schema")},
         max_completion_tokens=body.max_output_tokens,
         logprobs=body.has_logprobs,
         top_logprobs=body.top_logprobs,
@@ -440,11 +683,7 @@ def to_chat(body: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
         tools=to_tools(body),
         tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls,
-        response_format=None
-        if form is None
-        else {"type": type_of(form, kinds, "text.format"), "json_schema": form},
-        reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
-        **shared,
+        reasoning_effort=body.reasoning.effort if body.reasoning else None,
     )
 
 
@@ -479,14 +718,9 @@ def to_tools(body: ResponsesRequest) -> list[ToolSchema]:
 
 def to_messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, Any]]:
     """The messages for the model's template. Reasoning, text and calls of one answer are one message."""
-    messages: list[dict[str, Any]] = []
-    if instructions is not None:
-        messages.append({"role": "system", "content": instructions})
+    messages = [] if instructions is None else [{"role": "system", "content": instructions}]
     for item in items:
         add_item(messages, item)
-    for message in messages:
-        if message["content"] is None and "tool_calls" not in message:
-            message["content"] = ""
     return messages
 
 
@@ -500,15 +734,16 @@ def add_item(messages: list[dict[str, Any]], item: Item) -> None:
             function = {"name": item["name"], "arguments": item["arguments"]}
             call = {"id": item["call_id"], "type": "function", "function": function}
             if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": None})
+                messages.append({"role": "assistant", "content": ""})
             messages[-1].setdefault("tool_calls", []).append(call)
         case "reasoning":
             text = join_text(item["content"] or item["summary"])
-            messages.append({"role": "assistant", "content": None, "reasoning_content": text})
+            messages.append({"role": "assistant", "content": "", "reasoning_content": text})
         case _:
-            last = messages[-1] if messages else {"content": ""}
-            if item["role"] == "assistant" and last["content"] is None and "tool_calls" not in last:
-                last["content"] = join_text(item["content"])  # it is only reasoning so far
+            last = messages[-1] if messages else {}
+            is_reasoning = "reasoning_content" in last and not last["content"] and "tool_calls" not in last
+            if item["role"] == "assistant" and is_reasoning:  # it is only reasoning so far
+                last["content"] = join_text(item["content"])
             else:
                 messages.append({"role": item["role"], "content": chat_content(item["content"])})
 
@@ -520,7 +755,7 @@ NOT_IN_JOBS = ("background", "previous_response_id")
 """Fields that need a response which is stored."""
 
 
-async def read_response_body(body: ResponsesRequest, context: Context) -> Asked:
+async def read_response_body(body: ResponsesRequest, context: Context) -> HttpAnswer:
     """What a body asks for. Of a job nothing is stored, so it begins no conversation and goes on with none.
     Raises ApiError.
     """
@@ -562,29 +797,26 @@ async def read_response_body(body: ResponsesRequest, context: Context) -> Asked:
     params = await read_other(asked, pool, RESPONSE_NAMES)
     fields = response_fields(body, params.sampling)
     response = ResponseParts(to_json(fields), to_json(before), to_json(items))
-    own = {"request_id": answer_id, "response": response}
-    return await context.ask([params], is_stored=body.is_stored, parts=own)
+    return await context._replace(answer_id=answer_id).ask([params], response=response)
+
+
+ECHOED = (
+    *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key"),
+    *("safety_identifier", "user"),
+)
+"""Fields of the body that the response has as they are."""
 
 
 def response_fields(body: ResponsesRequest, sampling: SamplingParams) -> dict[str, Any]:
     """The fields of the response object that say what was requested; its tier is known with the answer."""
-    form = body.text.format if body.text is not None else None
-    reasoning = body.reasoning
+    form, reasoning = body.text and body.text.format, body.reasoning or ReasoningOptions()
     return {
+        **{name: getattr(body, name) for name in ECHOED},
         "background": bool(body.background),
         "completed_at": None,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": body.previous_response_id,
-        "prompt_cache_key": body.prompt_cache_key,
-        "reasoning": {
-            "effort": reasoning.effort if reasoning else None,
-            "summary": reasoning.summary if reasoning else None,
-        },
-        "safety_identifier": body.safety_identifier,
+        "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
         "service_tier": None,
         "store": body.is_stored,
         "temperature": sampling.temperature,
@@ -594,7 +826,6 @@ def response_fields(body: ResponsesRequest, sampling: SamplingParams) -> dict[st
         "top_logprobs": body.top_logprobs or 0,
         "top_p": sampling.top_p,
         "truncation": body.truncation or "disabled",
-        "user": body.user,
     }
 
 

@@ -24,8 +24,17 @@ from api.http.openapi import (
 )
 from api.http.sse import SSE_HEADERS, RestOfFeed
 from api.json import json_response, list_object, place_of
-from api.protocols.responses import StoredResponse, find_response, read_response, render_response
-from api.protocols.typed_events import ITEM, RESPONSE_EVENT, RESPONSE_SHAPE, ResponseObjectRenderer, fields_of
+from api.protocols.responses import (
+    ITEM,
+    RESPONSE_EVENT,
+    RESPONSE_SHAPE,
+    ResponseObjectRenderer,
+    StoredResponse,
+    fields_of,
+    find_response,
+    read_response,
+    render_response,
+)
 from api.requests.request_scripts import cancel_request, delete_ended
 from api.resume import rest
 from api.streams.stream import Stream

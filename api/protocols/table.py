@@ -23,8 +23,8 @@ from api.protocols.kserve import KSERVE_GENERATE, KSERVE_GENERATE_STREAM, KSERVE
 from api.protocols.messages import MESSAGES
 from api.protocols.openai import CHAT_COMPLETIONS, COMPLETIONS
 from api.protocols.pooling import EMBEDDINGS, RERANK, SCORE
-from api.protocols.protocol import Asked, Context, Protocol
-from api.protocols.responses import RESPONSES
+from api.protocols.protocol import Context, Protocol
+from api.protocols.responses import RESPONSES, is_stored
 from api.protocols.tgi import COMPAT_GENERATE, GENERATE, GENERATE_STREAM, INVOCATIONS, VERTEX
 from api.requests.fields import Strict
 from api.requests.metrics import ARRIVED_S
@@ -68,10 +68,12 @@ async def serve_on(
     adapter = await pool.adapter_of(target, key_of(request))
     await pool.check_admission()
     in_frames = bool(getattr(parsed, "stream", None)) if protocol.streams is None else protocol.streams
-    context = Context(pool, route, answer_id(request), in_frames, target.shown, adapter, request)
-    asked = await protocol.read(parsed, context)
-    answer = new_answer(protocol, request, parsed, context, asked)
-    if asked.is_stored or answer.terms.body:  # there must be room for those that are kept for ANSWER_TTL_S
+    created_s = int(pool.client.clock.now_s())
+    context = Context(
+        pool, route, answer_id(request), in_frames, target.shown, created_s, adapter, request=request
+    )
+    answer = with_terms(protocol, request, parsed, context, await protocol.read(parsed, context))
+    if is_stored(answer) or answer.terms.body:  # there must be room for those that are kept for ANSWER_TTL_S
         names = [choice.request_id for choice in answer.choices()]
         await make_room(pool.client, pool.settings, names, answer.terms.kept_s)
     if answer.requests[0].webhook:
@@ -79,9 +81,9 @@ async def serve_on(
     reader = Reader(pool, answer, await pool.submit_all(answer))
     compute_type = pool.settings.compute_type
     headers = {"x-compute-type": compute_type} if compute_type else {}
-    headers |= {"x-compute-characters": str(asked.num_chars), **reader.streams[-1].limit_headers}
-    if protocol.renderer.queues and getattr(parsed, "detached", None) and not answer.streamed:
-        content = protocol.renderer(answer, reader.streams).queued()
+    headers |= {"x-compute-characters": str(answer.num_chars), **reader.streams[-1].limit_headers}
+    if getattr(parsed, "detached", None) and not answer.streamed:  # shown before its first token
+        content, _ = protocol.renderer(answer, reader.streams).whole()
         reader.release()
         response = Response(content, 200, headers, "application/json")
     else:
@@ -90,32 +92,28 @@ async def serve_on(
     return response
 
 
-def new_answer(
-    protocol: Protocol, request: Request, parsed: Strict, context: Context, asked: Asked
+def with_terms(
+    protocol: Protocol, request: Request, parsed: Strict, context: Context, answer: HttpAnswer
 ) -> HttpAnswer:
-    """The answer to validated requests, on the terms that its client asks for. Raises ApiError (422)."""
-    given = {
-        name: getattr(parsed, name, None) for name in ("resume_s", "detached", "priority", "tier", "webhook")
-    }
-    settings, own_id = context.pool.settings, context.answer_id
+    """The answer on the terms that its client asks for. Raises ApiError (422)."""
+    names = ("resume_s", "detached", "priority", "service_tier", "webhook")
+    resume_s, detached, priority, tier, webhook = (getattr(parsed, name, None) for name in names)
+    settings, own_id, key = context.pool.settings, context.answer_id, key_of(request)
     accepted = request.headers.get("accept", "")
-    if "application/octet-stream" in accepted and any(one.logits for one in asked.requests):
+    if "application/octet-stream" in accepted and any(one.logits for one in answer.requests):
         why = "`Accept: application/octet-stream` is not served: logits come as base64 in JSON"
         raise ApiError(406, "not_acceptable", why, "accept")
-    may_leave = context.streamed or (bool(given["detached"]) and protocol.renderer.queues)
-    terms = read_terms(request, own_id, may_leave, given["resume_s"], given["detached"])
-    numbered = terms.goes_on_s is not None or "response" in asked.parts
+    may_leave = answer.streamed or (bool(detached) and answer.response is not None)
+    terms = read_terms(request, own_id, may_leave, resume_s, detached)
+    numbered = terms.goes_on_s is not None or answer.response is not None
     kept_s = max(terms.kept_s, settings.answer_ttl_s)
-    if asked.is_stored:
+    if is_stored(answer):
         terms = replace(terms, kept_s=kept_s)
     if idempotency_key(request):  # repetitions of the request get the answer, too
         terms = replace(terms, goes_on_s=math.inf, kept_s=kept_s, body=noted_digest(request))
-    requests = with_webhook(
-        asked.requests, given["webhook"], key_of(request), settings, protocol.event, own_id
-    )
-    asked = asked._replace(requests=requests, parts={"numbered": numbered, **asked.parts})
-    service = read_service(request, given["priority"], given["tier"])
-    answer = context.describe(asked, service, terms, int(context.pool.client.clock.now_s()))
+    requests = with_webhook(answer.requests, webhook, key, settings, protocol.event, own_id)
+    requests = read_service(request, priority, tier).apply(requests, settings, context.adapter)
+    answer = replace(answer, requests=requests, terms=terms, numbered=numbered)
     return traced(answer, record_of(request.scope).trace, protocol.operation)
 
 

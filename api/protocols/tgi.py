@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field, SkipValidation
 from starlette.responses import Response
 
-from api.answers.answer import Rendering
+from api.answers.answer import HttpAnswer, Rendering
 from api.answers.logprobs import LOGITS, logits_fields, sequence_scores
 from api.errors import ApiError, quoted, refuse, tgi, unavailable
 from api.event_loop import Pace, offload
@@ -37,9 +37,10 @@ from api.http.sse import Feed
 from api.json import json_response, to_json
 from api.prompts.chat_template import Rendered
 from api.protocols.chat import ChatRequest, read_chat
-from api.protocols.openai import CHAT_COMPLETIONS, COMPLETIONS, Choice, ChunkFeed, ChunkRenderer
+from api.protocols.choices import Choice, ChunkFeed, ChunkRenderer
+from api.protocols.openai import CHAT_COMPLETIONS, COMPLETIONS
 from api.protocols.openai_bodies import openai_fields
-from api.protocols.protocol import Asked, Context, Protocol, Renderer, WholeBody
+from api.protocols.protocol import Context, Protocol, Renderer, WholeBody
 from api.requests.fields import (
     DETACHED,
     MAX_CHOICES,
@@ -296,12 +297,12 @@ class TextRenderer(ChunkRenderer):
         return ChunkFeed(self, bytes) if len(self.streams) == 1 else None
 
     def render_next_chunks(self, choice: Choice) -> list[bytes]:
-        stream, text = choice.stream, choice.text
-        if text.num_tokens < stream.num_ready and not stream.request.beams:
-            text.num_tokens += 1  # each token has its own text here: none is held back
-            return [self.render(choice, text.num_tokens - 1)]
+        stream = choice.stream
+        if choice.num_tokens < stream.num_ready and not stream.request.beams:
+            choice.num_tokens += 1  # each token has its own text here: none is held back
+            return [self.render(choice, choice.num_tokens - 1)]
         tokens = choice.take_piece().tokens
-        if choice.is_absent:
+        if is_absent(choice.stream):
             return []
         if not tokens:  # no token is sent twice
             error = ApiError(500, "incomplete_generation_stream", "Incomplete generation stream")
@@ -388,7 +389,7 @@ def rank(streams: Sequence[Stream]) -> list[Stream]:
 # --- routes -------------------------------------------------------------------------------------------------
 
 
-async def read_generate(body: GenerateRequest, context: Context) -> Asked:
+async def read_generate(body: GenerateRequest, context: Context) -> HttpAnswer:
     """What a body asks for. The text begins with the prompt if `return_full_text` says so; on the route `/`
     that is the default. Raises ApiError.
     """
@@ -512,7 +513,7 @@ class VertexRequest(Strict):
     webhook: WebhookField | None = None
 
 
-async def read_vertex(body: VertexRequest, context: Context) -> Asked:
+async def read_vertex(body: VertexRequest, context: Context) -> HttpAnswer:
     """What the instances ask for. Prompts are sampled, unless `do_sample` is false, as in TGI. Raises
     ApiError.
     """

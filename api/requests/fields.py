@@ -128,11 +128,12 @@ PRIORITY: Any = optional(
 TIERS = {
     "auto": "standard",
     "default": "standard",
+    "standard_only": "standard",
     "flex": "batch",
     "priority": "interactive",
     "scale": "interactive",
 }
-"""OpenAI's service tiers → classes."""
+"""OpenAI's and Anthropic's service tiers → classes."""
 RESUMES: Any = {"ge": 0, "le": 3600, "allow_inf_nan": False}
 RESUME_S: Any = optional(
     "With a stream: after its connection is lost, the request goes on for this many seconds, and "
@@ -297,11 +298,6 @@ class ServedFields(SamplingFields):
     priority: Priority | None = PRIORITY
     service_tier: str | None = optional(
         "OpenAI's: `flex` is the class `batch`, `priority` and `scale` are `interactive`, "
-        "`default` and `auto` are `standard`. `priority` comes before it.",
+        "`default`, `auto` and Anthropic's `standard_only` are `standard`. `priority` comes before it.",
         pattern=f"^({'|'.join(TIERS)})$",
     )
-
-    @property
-    def tier(self) -> str | None:
-        """The service tier by OpenAI's name."""
-        return self.service_tier

@@ -36,9 +36,8 @@ from api.http.openapi import (
 from api.http.sse import MergedFeed, RestOfFeed
 from api.json import json_response
 from api.protocols.protocol import errors_of, row_of
-from api.protocols.responses import read_response, render_response
+from api.protocols.responses import fields_of, read_response, render_response
 from api.protocols.table import protocol_of
-from api.protocols.typed_events import fields_of
 from api.requests import request_scripts
 from api.requests.pool import Pool
 from api.requests.request_scripts import delete_ended

@@ -1,11 +1,12 @@
 """A toy protocol, as CONTRIBUTING.md says to add one: a text, a whole answer and a stream, in one row."""
 
+from api.answers.answer import HttpAnswer
 from api.errors import tgi
 from api.http.openapi import TGI, TGI_ERRORS, ErrorResponse, Shape, event_stream
 from api.json import to_json
 from api.prompts.chat_template import Rendered
-from api.protocols.openai import Choice, ChunkRenderer
-from api.protocols.protocol import Asked, Context, Protocol, WholeBody
+from api.protocols.choices import Choice, ChunkRenderer
+from api.protocols.protocol import Context, Protocol, WholeBody
 from api.requests.fields import Strict
 from api.requests.validate import GenerationParams
 from api.webhooks import WebhookField
@@ -20,7 +21,7 @@ class ToyRequest(Strict):
     webhook: WebhookField | None = None
 
 
-async def read(body: ToyRequest, context: Context) -> Asked:
+async def read(body: ToyRequest, context: Context) -> HttpAnswer:
     params = GenerationParams(prompt=Rendered(body.ask), stopping=StoppingParams(), sampling=SamplingParams())
     return await context.ask([params])
 

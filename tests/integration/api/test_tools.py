@@ -57,9 +57,13 @@ async def test_calls_are_apart_from_content(broker: Broker) -> None:
         choice = await ask(client)
         only_calls = await ask(client, messages=[{"role": "user", "content": "Again"}], stop="nowhere")
         without = await ask(client, tool_choice="none")
+        named = await ask(client, tool_choice=TOOLS[0] | {"function": {"name": "get_weather"}})
         one = await ask(client, parallel_tool_calls=False)
     message = choice["message"]
     assert (message["content"], choice["finish_reason"]) == ("Let me see.", "tool_calls")
+    assert named["message"]["tool_calls"] and named["finish_reason"] == "stop", (
+        "it is an answer like any other"
+    )
     assert called(message) == list(zip(["get_weather", "get_time"], ARGUMENTS, strict=True))
     call_ids = [call["id"] for call in (*message["tool_calls"], *only_calls["message"]["tool_calls"])]
     assert len(set(call_ids)) == 4 and all(call_id.startswith("call_") for call_id in call_ids)

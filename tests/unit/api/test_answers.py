@@ -25,7 +25,7 @@ from api.answers.call_formats import (
 from api.answers.chat_answer import ChoiceParser, finish_reason, render_message
 from api.answers.logprobs import token_bytes
 from api.answers.scanner import ContentDelta
-from api.answers.stop_holdback import StopHoldback
+from api.protocols.choices import Choice
 from api.protocols.openai import PLACE_OF_TEXT, ChatCompletionRenderer, CompletionRenderer
 from api.requests.pool import named_format
 from api.streams.stream import Stream
@@ -386,15 +386,10 @@ def test_ids_of_calls_follow_from_the_choice_and_the_place() -> None:
 
 
 def test_the_reason_of_the_end() -> None:
-    for fields, expected in (
-        ({}, "tool_calls"),
-        ({"is_older": True}, "function_call"),
-        ({"is_named": True}, "stop"),
-    ):
-        parser = ChoiceParser(Terms(calls="hermes", **fields), "r.0")  # type: ignore[arg-type]
-        assert finish_reason(parser, "stop") == "stop"
-        parser.read(ONE_CALL % "f", 9, True)
-        assert {finish_reason(parser, reason) for reason in ("stop", "length")} == {expected}
+    parser = ChoiceParser(Terms(calls="hermes"), "r.0")
+    assert finish_reason(parser, "stop") == "stop"
+    parser.read(ONE_CALL % "f", 9, True)
+    assert {finish_reason(parser, reason) for reason in ("stop", "length")} == {"tool_calls"}
 
 
 def test_an_answer_that_max_tokens_cuts_behind_its_last_call_is_whole() -> None:
@@ -546,10 +541,8 @@ def generated(
     return stream
 
 
-def shown(
-    stream: Stream, include_stop: bool = False, hidden_ids: frozenset[int] = frozenset({IM_END})
-) -> tuple[list[str], StopHoldback]:
-    text = StopHoldback(stream, hidden_ids, include_stop)
+def shown(stream: Stream, **rendering: Any) -> tuple[list[str], Choice]:
+    text = Choice(0, stream, "", Rendering(**rendering))
     pieces = [text.step() for _ in range(stream.num_tokens - 1)]
     return [*pieces, text.last()], text
 
@@ -564,7 +557,7 @@ def test_stop_strings_are_cut_out_and_nothing_else(
     texts: list[str], stops: list[str], min_new_tokens: int, include_stop: bool
 ) -> None:
     stream = generated(texts, stops, min_new_tokens)
-    pieces, text = shown(stream, include_stop)
+    pieces, text = shown(stream, include_stop=include_stop)
     begin = len("".join(texts[:min_new_tokens]))
     whole = "".join(stream.texts)
     ends = [(whole.index(stop, begin) + len(stop), stop) for stop in stops if stop in whole[begin:]]
@@ -582,7 +575,7 @@ def test_stop_strings_are_cut_out_and_nothing_else(
 )
 def test_no_more_is_held_back_than_may_be_part_of_a_stop_string(texts: list[str], stops: list[str]) -> None:
     stream = generated(texts, stops)
-    text, so_far = StopHoldback(stream, {IM_END}, False), ""
+    text, so_far = Choice(0, stream, "", Rendering()), ""
     for i in range(stream.num_tokens - 1):
         so_far += text.step()
         whole = "".join(texts[: i + 1])
@@ -596,7 +589,7 @@ def test_no_more_is_held_back_than_may_be_part_of_a_stop_string(texts: list[str]
 def test_special_tokens_are_not_shown_but_count_in_stop_strings() -> None:
     texts = ["one", "<|im_end|>", " two", " three"]
     assert shown(generated(texts, [], special=1))[0] == ["one", "", " two", " three"]
-    assert shown(generated(texts, [], special=1), hidden_ids=frozenset())[0] == texts
+    assert shown(generated(texts, [], special=1), skip_special=False)[0] == texts
     pieces, _ = shown(generated(texts, ["e<|im_end|> t"], special=1))
     assert pieces == ["on", "", ""]
     assert shown(generated(texts, ["one two"], special=1))[0] == ["", "one", " tw", "o three"]
