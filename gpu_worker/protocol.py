@@ -291,11 +291,11 @@ class AgentLink:
         self.woken = woken
         self.waker = waker
 
-    def send(self, frame: Frame) -> None:
+    def send(self, *frames: Frame) -> None:
         """Raises PeerClosed."""
         try:
             with self.sending:
-                self.channel.sendall(encode(frame))
+                self.channel.sendall(b"".join(map(encode, frames)))
         except ConnectionError as error:
             raise PeerClosed from error
 

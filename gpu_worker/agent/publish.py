@@ -1,8 +1,5 @@
 """Flushes (log, report, events, terminals, spills): each is written by one call of the script `flush`. The
 flusher decides when the outbox is published, and retries until the broker has taken it.
-
-A flush costs the broker, the agent and the gateway about the same whether it has one token or ten. So while
-few rows decode in short steps, a flush waits for the tokens of further steps.
 """
 
 import asyncio
@@ -37,9 +34,6 @@ log = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 0.5
 RETRY_S = 0.05
-MAX_WAIT_MS = 5.0
-"""A client does not notice that a token comes this much later."""
-FEW_ROWS = 8
 SPILL_EVERY = 64
 """Number of flushes after which every live row is spilled and the log is trimmed: this bounds the log."""
 SPILLED, HOLE = 1, 0
@@ -113,7 +107,7 @@ class Flusher:
 
     While the engine runs step after step, a flush is started in the call that brings the step, and its answer
     is taken in the call that brings the next one: so this process wakes once a step. The task `run` does all
-    else, and publishes tokens that wait for a step which is late.
+    else.
 
     Attributes:
         block_size: tokens of a KV block.
@@ -124,7 +118,6 @@ class Flusher:
         rests: whether the task waits for `wake`.
         started: the flush that was started with a step and has no answer yet.
         failed: a started flush and the error that answered it; the task retries it.
-        timer: wakes the task when tokens have waited long enough for further steps.
         answered: set when `started` has its answer.
     """
 
@@ -146,7 +139,6 @@ class Flusher:
         self.rests = False
         self.started: Flush | None = None
         self.failed: tuple[Flush, Exception] | None = None
-        self.timer: asyncio.TimerHandle | None = None
         self.answered = asyncio.Event()
         self.failures = FailureLog(log, "a flush")
 
@@ -165,35 +157,17 @@ class Flusher:
     # --- in the call that brings a step ---------------------------------------------------------------------
 
     def flush_step(self) -> None:
-        """Publish what a step has brought: with further steps if these come soon; else at once if the flush
-        before has its answer and another step will come, else by the task.
+        """Publish what steps have brought: at once if the flush before has its answer and another step will
+        come, else by the task.
         """
         self.poll()
-        if self.may_wait:
-            loop = asyncio.get_running_loop()
-            self.timer = self.timer or loop.call_later(MAX_WAIT_MS / 1000, self.state.wake.set)
-        elif not self.can_start:
+        if not self.can_start:
             self.state.wake.set()
         elif (flush := self.build()) is not None:
             self.started = flush
             started_s = time.perf_counter()
             self.client.start(self.on_answer, *self.call(flush).command)
             catalogue.BATCH_FILTER.observe(time.perf_counter() - started_s, flush.method)
-
-    @property
-    def may_wait(self) -> bool:
-        """Whether the outbox may wait for one more step, which the engine has been granted. What needs a
-        report, as first tokens and ends do, does not wait.
-        """
-        state, outbox = self.state, self.state.outbox
-        return (
-            0 < outbox.num_steps * state.step_ms <= MAX_WAIT_MS
-            and not outbox.needs_report
-            and len(state.rows) <= FEW_ROWS
-            and state.step < state.granted.until
-            and not self.report_due()
-            and not state.budget_keys
-        )
 
     @property
     def can_start(self) -> bool:
@@ -314,9 +288,6 @@ class Flusher:
     def build(self) -> Flush | None:
         """Take the outbox → its flush; None if there is nothing to publish."""
         state = self.state
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
         report_due = self.report_due()
         if state.outbox.is_empty and not report_due:
             return None

@@ -26,7 +26,6 @@ class Outbox:
 
     Attributes:
         rows: those that have new tokens.
-        num_steps: steps that these tokens come from.
         prompts: rows whose prompt's log-probabilities are published, all of them; this flush has the rows'
             first token.
         logits: (row, place, values) of rows that return some: `place` is that of the first position among
@@ -37,7 +36,6 @@ class Outbox:
     """
 
     rows: list[RowText] = field(default_factory=list)
-    num_steps: int = 0
     prompts: list[RowText] = field(default_factory=list)
     logits: list[tuple[RowText, int, bytes]] = field(default_factory=list)
     terminals: list[tuple[RowText, str]] = field(default_factory=list)
@@ -125,7 +123,7 @@ class AgentState:
         outbox: what the next flush publishes; `wake` says that there is something.
         plan: the newest plan.
         granted: what stays granted by it, or by the one before a takeover: its steps, no rows.
-        step, step_ms: the last step that the engine completed, and what it took.
+        step: the last one that the engine completed.
         report_clock: when a report is due.
         num_tokens: tokens sampled in this incarnation's life.
         ahead: rows that got several tokens in one step since the last report, by number.
@@ -151,7 +149,6 @@ class AgentState:
     plan: Plan = NO_PLAN
     granted: Plan = NO_PLAN
     step: int = 0
-    step_ms: float = 0.0
     report_clock: ReportClock = field(default_factory=ReportClock)
     num_tokens: int = 0
     ahead: dict[int, RowText] = field(default_factory=dict)

@@ -117,7 +117,6 @@ class StepHandler:
         """Add what a step brought to the rows and to the outbox."""
         state = self.state
         state.step = step.step
-        state.step_ms = step.duration_ms
         state.report_clock.on_step(step.step)
         state.num_tokens += step.num_samples + step.num_beams
         state.add_time(step)
@@ -152,7 +151,6 @@ class StepHandler:
     def add_tokens(self, step: StepResult) -> None:
         rows, outbox = self.state.rows, self.state.outbox
         top_logprobs = {place: top for place, *top in step.top_logprobs}
-        outbox.num_steps += bool(step.samples)
         previous = 0
         for place, (number, _, token_id, logprob) in enumerate(step.sampled):
             if (row := rows.get(number)) is not None and not row.ended:

@@ -1,8 +1,7 @@
 """What the agent writes to the broker: one flush commits, logs, reports and publishes; what a broker has lost
 is written again.
 
-When steps are flushed: in the call that brings a step, whose answer is taken with the next one; tokens of
-few rows in short steps share a flush.
+When steps are flushed: in the call that brings a step, whose answer is taken with the next one.
 """
 
 import asyncio
@@ -24,7 +23,7 @@ from common.messages.events import Events
 from common.messages.records import RECORD, unpack_ids, unpack_records
 from deploy.launcher.embedded_broker import Broker
 from gpu_worker.agent.agent import Agent
-from gpu_worker.agent.publish import MAX_WAIT_MS, Sealed
+from gpu_worker.agent.publish import Sealed
 from tests.support import brokers
 from tests.support.agents import CHANNEL, KEYS, grants, hset, reports, start, step
 from tests.support.broker.listening import listening
@@ -370,43 +369,3 @@ async def test_no_answer_is_lost_whatever_is_late_and_in_whatever_parts_it_comes
             await has_ids(redis, index + 1)
     flushing.state.wake.set()
     await has_ids(redis, NUM_STEPS)
-
-
-HOUR_MS = 3_600_000.0
-
-
-@pytest.fixture
-def pacing(flushing: Agent, monkeypatch: pytest.MonkeyPatch) -> Agent:
-    """It waits two hours for steps of an hour."""
-    monkeypatch.setattr("gpu_worker.agent.publish.MAX_WAIT_MS", 2 * HOUR_MS)
-    return flushing
-
-
-async def logged(redis: Redis, ids: list[list[int]]) -> None:
-    """Returns when the log has these ids, flush by flush."""
-
-    async def flushes() -> list[list[int]]:
-        entries = [
-            decode(Events, message)
-            for _, fields in await redis.xrange(KEYS.log("w0-1"))
-            for message in logged_messages(fields)
-        ]
-        return [[one for tokens in entry.all_tokens for one in unpack_ids(tokens.ids)] for entry in entries]
-
-    await wait_for(flushes, ids)
-
-
-async def test_the_tokens_of_short_steps_share_a_flush(pacing: Agent) -> None:
-    for index in (1, 4):
-        for place in range(3):
-            assert pacing.state.outbox.num_steps == place
-            complete(pacing, index + place, duration_ms=HOUR_MS)
-        await logged(pacing.pool.redis, [[0], [1, 2, 3], [4, 5, 6]][: 1 + (index + 2) // 3])
-
-
-async def test_a_step_that_does_not_come_is_not_waited_for_long(
-    pacing: Agent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gpu_worker.agent.publish.MAX_WAIT_MS", MAX_WAIT_MS)
-    complete(pacing, 1, duration_ms=MAX_WAIT_MS)
-    await logged(pacing.pool.redis, [[0], [1]])
