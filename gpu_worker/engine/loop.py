@@ -22,7 +22,7 @@ def may_wait(steps: Sequence[StepResult], num_rows: int) -> bool:
     """
     newest = steps[-1]
     return (
-        len({row for row, *_ in newest.sampled}) == num_rows <= FEW_ROWS
+        0 < num_rows == len({row for row, *_ in newest.sampled}) <= FEW_ROWS
         and sum(step.duration_ms for step in steps) <= MAX_HELD_MS
         and not (newest.prefilled or newest.ended or newest.released)
     )

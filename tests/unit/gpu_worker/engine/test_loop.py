@@ -85,6 +85,7 @@ def test_tokens_do_not_wait_for_a_prompt_or_for_a_step_that_cannot_run() -> None
     assert sizes_of([step(), speculated], rows=2) == [1, 1], "a row without a token computes its prompt"
     assert sizes_of([step(), step(), step(prefilled=[(2, 5)])], plan_before=2) == [2, 1]
     assert sizes_of([step(), NO_STEP]) == [1]
+    assert sizes_of([StepResult(1, num_encoded=1)] * 2, rows=0) == [1, 1]
 
 
 def test_frames_that_are_sent_together_are_read_one_by_one() -> None:
