@@ -372,7 +372,7 @@ REPORT_TIMEOUT_S = 5.0
 DEATH_NOTE_TTL_S = 60
 TOLD = ("worker", "gateway", "batcher")
 """Kinds whose deaths are told in Redis."""
-NUM_LOOKS = 5
+NUM_LOOKS = 3
 """A process is ended when this many looks in a row find the same stop. Looks are counted, not seconds: the
 launcher may have been stopped itself, and processes get a moment to go on after it does.
 """
