@@ -9,7 +9,6 @@ import io
 import logging
 import os
 import socket
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,6 +27,8 @@ from common.messages.kept_answer import (
 
 log = logging.getLogger(__name__)
 
+RETRY_S = 0.005
+"""Pause before a message that has found no room is tried again."""
 Inherit = Callable[[KeptAnswer, socket.socket], None]
 """Continues an answer of another gateway, on its socket."""
 
@@ -43,15 +44,14 @@ class KeeperChannel:
     Attributes:
         inherit: continues answers of other gateways.
         handovers: a function for each answer whose socket is kept, which hands it over to another gateway.
-        outgoing: datagrams that are not sent yet, each with the socket to send beside it, and the future of
-            its sender.
+        turn: that of the message which is sent next.
     """
 
     def __init__(self, channel: socket.socket | None) -> None:
         self.channel = channel
         self.inherit: Inherit = refuse
         self.handovers: set[Callable[[], None]] = set()
-        self.outgoing: deque[tuple[bytes, socket.socket | None, asyncio.Future[None]]] = deque()
+        self.turn = asyncio.Lock()
         if channel is not None:
             channel.setblocking(False)
 
@@ -59,12 +59,12 @@ class KeeperChannel:
     def is_open(self) -> bool:
         return self.channel is not None
 
-    def listen(self, inherit: Inherit) -> None:
+    async def listen(self, inherit: Inherit) -> None:
         """Receive answers of other gateways from now on."""
         if self.channel is not None:
             self.inherit = inherit
             asyncio.get_running_loop().add_reader(self.channel, self.receive_all)
-            self.post(KeeperMessage(takes=True))
+            await self.tell(KeeperMessage(takes=True))
 
     def is_kept(self) -> bool:
         """Whether there is still a keeper: the launcher closes it before it ends the fleet."""
@@ -75,7 +75,7 @@ class KeeperChannel:
         """Hand all kept answers over to other gateways, and receive none any more."""
         if self.inherit is not refuse:
             self.inherit = refuse
-            self.post(KeeperMessage(takes=False))
+            self.send_now(KeeperMessage(takes=False))
         for hand_over in [*self.handovers]:
             hand_over()
 
@@ -93,74 +93,44 @@ class KeeperChannel:
     def close(self) -> None:
         """Close the channel: there is no keeper any more."""
         if self.channel is not None:
-            loop = asyncio.get_running_loop()
-            loop.remove_reader(self.channel)
-            loop.remove_writer(self.channel)
+            asyncio.get_running_loop().remove_reader(self.channel)
             self.channel.close()
             self.channel = None
-        while self.outgoing:
-            self.settle_first(ConnectionError("the socket keeper has gone"))
 
     # --- sending --------------------------------------------------------------------------------------------
 
-    def post(self, message: KeeperMessage, beside: socket.socket | None = None) -> asyncio.Future[None]:
-        """Send a message as soon as there is room, in order. The future is done when the kernel has the
-        message; it may have an OSError.
-        """
-        future = asyncio.get_running_loop().create_future()
-        future.add_done_callback(ignore_failure)
+    async def send(self, message: KeeperMessage, beside: socket.socket | None = None) -> None:
+        """Send a message, after those before it and when there is room. Raises OSError."""
         data = encode(message)
-        if self.channel is None:
-            future.set_exception(ConnectionError("there is no socket keeper"))
-        elif len(data) > MAX_DATAGRAM_BYTES:
-            future.set_exception(OSError(f"a message of {len(data)} bytes is too long for the socket keeper"))
-        else:
-            self.outgoing.append((data, beside.dup() if beside else None, future))
-            if len(self.outgoing) == 1:
-                self.send_all()
-        return future
+        if len(data) > MAX_DATAGRAM_BYTES:
+            raise OSError(f"a message of {len(data)} bytes is too long for the socket keeper")
+        async with self.turn:
+            while not self.try_send(data, beside):  # noqa: ASYNC110  # only the kernel knows
+                await asyncio.sleep(RETRY_S)
+
+    async def tell(self, message: KeeperMessage) -> None:
+        """Send a message, if there is a keeper."""
+        with contextlib.suppress(OSError):
+            await self.send(message)
 
     def send_now(self, message: KeeperMessage) -> bool:
         """Send a message only if that is possible at once. Returns whether the kernel has it."""
-        if self.channel is None or self.outgoing:
-            return False
+        with contextlib.suppress(OSError):
+            return not self.turn.locked() and self.try_send(encode(message))
+        return False
+
+    def try_send(self, data: bytes, beside: socket.socket | None = None) -> bool:
+        """Send a datagram if there is room. Returns whether there was. Raises OSError."""
+        if self.channel is None:
+            raise ConnectionError("there is no socket keeper")
         try:
-            self.channel.send(encode(message))
-        except OSError:
+            socket.send_fds(self.channel, [data], [beside.fileno()] if beside else [])
+        except BlockingIOError:
             return False
+        except ConnectionError:
+            self.close()
+            raise
         return True
-
-    def send_all(self) -> None:
-        loop = asyncio.get_running_loop()
-        while self.outgoing and self.channel is not None:
-            data, beside, _ = self.outgoing[0]
-            try:
-                socket.send_fds(self.channel, [data], [beside.fileno()] if beside else [])
-            except BlockingIOError:
-                loop.add_writer(self.channel, self.send_all)
-                return
-            except OSError as error:
-                self.settle_first(error)
-                if isinstance(error, ConnectionError):
-                    self.close()
-            else:
-                self.settle_first(None)
-        if self.channel is not None:
-            loop.remove_writer(self.channel)
-
-    def settle_first(self, error: OSError | None) -> None:
-        """Remove the first datagram: it was sent, or failed with `error`."""
-        _, beside, future = self.outgoing.popleft()
-        if beside is not None:
-            beside.close()
-        if not future.done():
-            future.set_result(None) if error is None else future.set_exception(error)
-
-
-def ignore_failure(future: asyncio.Future[None]) -> None:
-    """Mark the failure as seen: asyncio logs no failure for senders that do not wait."""
-    if not future.cancelled():
-        future.exception()
 
 
 def inherited_channel() -> KeeperChannel:
@@ -317,23 +287,25 @@ class AnswerSocket:
 
     async def tell(self, answer: KeptAnswer) -> None:
         """Tell the keeper of an answer. If that fails, its socket is not kept."""
-        beside = None if self.is_told else self.cycle.transport.get_extra_info("socket")
-        self.is_told, self.answer = True, answer
+        is_new, self.is_told, self.answer = not self.is_told, True, answer
         self.channel.handovers.add(self.hand_over)
+        own = self.cycle.transport.get_extra_info("socket")
         try:
-            async with asyncio.timeout(TELL_S):
-                await self.channel.post(KeeperMessage(keep=answer), beside)
+            # a copy: the client may leave before it is sent
+            with contextlib.closing(own.dup()) if is_new else contextlib.nullcontext() as beside:
+                async with asyncio.timeout(TELL_S):
+                    await self.channel.send(KeeperMessage(keep=answer), beside)
         except (OSError, TimeoutError) as error:
             if self.channel.is_open:  # else the whole fleet ends, and the launcher has closed it
                 warn_once(f"a stream ends with this gateway: {error or 'the socket keeper does not read'}")
-            self.drop()
+            await self.drop()
 
-    def drop(self) -> None:
+    async def drop(self) -> None:
         """Have the socket kept no more."""
-        if self.answer is not None:
+        if (answer := self.answer) is not None:
             self.channel.handovers.discard(self.hand_over)
-            self.channel.post(KeeperMessage(drop=self.answer.name))
             self.answer = None
+            await self.channel.tell(KeeperMessage(drop=answer.name))
 
     # --- middle ---------------------------------------------------------------------------------------------
 
@@ -343,12 +315,16 @@ class AnswerSocket:
             return False  # there is more to write than the client reads
         if self.answer is None:
             return True
-        if (offset := position(self.cycle.transport, self.answer)) is None:
-            return False
-        answer = replace(self.answer, comments=[*self.answer.comments, offset])
-        if not self.channel.send_now(KeeperMessage(keep=answer)):
-            return False
-        self.answer = answer
+        offset = position(self.cycle.transport, self.answer)
+        return offset is not None and self.correct(comments=[*self.answer.comments, offset])
+
+    def correct(self, **fields: Any) -> bool:
+        """Change what the keeper knows of the answer, if that is possible at once. Returns whether it was."""
+        if self.answer is not None:
+            answer = replace(self.answer, **fields)
+            if not self.channel.send_now(KeeperMessage(keep=answer)):
+                return False
+            self.answer = answer
         return True
 
     async def probe(self) -> None:
@@ -360,12 +336,8 @@ class AnswerSocket:
             transport = transport.untouched
         if transport is None or self.cycle.response_started or self.cycle.scope["http_version"] < "1.1":
             return
-        if self.answer is not None:
-            answer = replace(self.answer, base=self.answer.base + len(INTERIM))
-            if not self.channel.send_now(KeeperMessage(keep=answer)):
-                return
-            self.answer = answer
-        transport.write(INTERIM)
+        if self.correct(base=self.answer.base + len(INTERIM) if self.answer else 0):
+            transport.write(INTERIM)
 
     # --- end ------------------------------------------------------------------------------------------------
 
@@ -376,11 +348,11 @@ class AnswerSocket:
             self.cycle.transport.abort()  # closes our handle only: the connection lives on in the keeper's
             asyncio.get_running_loop().call_soon(self.is_closed.set)  # comes after the end of the transport
 
-    def cut(self) -> None:
+    async def cut(self) -> None:
         """Cut the connection: nothing may follow what is written of the answer."""
-        self.drop()
         self.cycle.disconnected = True
         self.cycle.transport.abort()
+        await self.drop()
 
     async def finish(self) -> None:
         """End the answer here: all is written, the client has gone, or the answer was handed over. Then tell
@@ -398,10 +370,10 @@ class AnswerSocket:
         if not self.is_handed_over:
             name, requests = self.answer.name, self.answer.requests
             goes_on = self.cycle.disconnected and requests is not None and requests.is_kept
-            self.channel.post(KeeperMessage(left=name) if goes_on else KeeperMessage(drop=name))
+            await self.channel.tell(KeeperMessage(left=name) if goes_on else KeeperMessage(drop=name))
             return
         await self.is_closed.wait()
-        self.channel.post(KeeperMessage(release=self.answer.name))
+        await self.channel.tell(KeeperMessage(release=self.answer.name))
 
 
 async def flush(cycle: Any) -> None:

@@ -89,7 +89,7 @@ class GatewayServer(uvicorn.Server):
         await super().startup([])
         self.acceptor = Acceptor(sockets or (), self.serve_connection)
         self.acceptor.open()
-        self.channel.listen(self.inherit)
+        await self.channel.listen(self.inherit)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.acceptor.close()

@@ -86,7 +86,7 @@ async def go_on(
     except OSError as error:
         log.warning("request %s cannot go on here: %s", answer.request_id, error)
         connection.close()
-        channel.post(KeeperMessage(drop=answer.name))
+        await channel.tell(KeeperMessage(drop=answer.name))
 
 
 # --- the answer ---------------------------------------------------------------------------------------------
@@ -111,11 +111,11 @@ async def write_inherited(
     except ApiError as error:
         log.warning("request %s cannot go on: %s", kept.request_id, error)
         if kept.head:
-            own.cut()
+            await own.cut()
         else:
             await error_response(error, tgi)(scope, receive, send)
     except Exception:
-        own.cut()
+        await own.cut()
         raise
 
 

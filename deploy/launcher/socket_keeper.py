@@ -19,7 +19,7 @@ from common.process.logs import plural
 
 log = logging.getLogger(__name__)
 
-RETRY_S = 0.05
+RETRY_S = 0.01
 SPARE_HANDLES = 128
 """Handles that the launcher has open besides kept sockets."""
 
@@ -178,9 +178,7 @@ class SocketKeeper:
     def remove(self, channel: GatewayChannel) -> None:
         if channel in self.channels:
             self.channels.remove(channel)
-            loop = asyncio.get_running_loop()
-            loop.remove_reader(channel.socket)
-            loop.remove_writer(channel.socket)
+            asyncio.get_running_loop().remove_reader(channel.socket)
             channel.socket.close()
             self.moved.set()  # nothing waits to be sent to it any more
 
@@ -211,23 +209,16 @@ class SocketKeeper:
 
     def send_all(self, heir: GatewayChannel) -> None:
         """Send a gateway the answers that it inherits. The rest goes when the channel has room again."""
-        if heir not in self.channels:
-            return
-        loop = asyncio.get_running_loop()
-        loop.remove_writer(heir.socket)
-        while heir.outgoing:
+        while heir.outgoing and heir in self.channels:
             kept = self.kept.get(heir.outgoing[0])
             if kept is not None and kept.owner is heir:
                 try:
                     socket.send_fds(heir.socket, [encode(kept.answer)], [kept.socket.fileno()])
-                except BlockingIOError:
-                    loop.add_writer(heir.socket, self.send_all, heir)
-                    return
                 except ConnectionError:
                     return  # the gateway has ended, which `receive_all` will find
-                except OSError as error:  # too many handles are in flight
+                except OSError as error:  # there is no room, or too many handles are in flight
                     log.debug("an answer is sent to its heir later: %s", error)
-                    loop.call_later(RETRY_S, self.send_all, heir)
+                    asyncio.get_running_loop().call_later(RETRY_S, self.send_all, heir)
                     return
             heir.outgoing.popleft()
             self.moved.set()

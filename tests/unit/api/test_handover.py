@@ -125,14 +125,16 @@ def pair() -> tuple[KeeperChannel, socket.socket]:
 
 async def test_messages_that_find_no_room_are_sent_later_in_order() -> None:
     channel, keeper = pair()
-    futures = [channel.post(KeeperMessage(keep=ANSWER, drop=str(i))) for i in range(100)]
-    assert not futures[-1].done()
+    messages = [KeeperMessage(keep=ANSWER, drop=str(i)) for i in range(100)]
+    tasks = [asyncio.create_task(channel.send(message)) for message in messages]
+    await wait_until(lambda: tasks[0].done())
+    assert not tasks[-1].done()
     assert not channel.send_now(KeeperMessage(drop="now"))
     received = [
-        decode(KeeperMessage, await asyncio.to_thread(keeper.recv, MAX_DATAGRAM_BYTES)) for _ in futures
+        decode(KeeperMessage, await asyncio.to_thread(keeper.recv, MAX_DATAGRAM_BYTES)) for _ in tasks
     ]
-    assert [message.drop for message in received] == [str(i) for i in range(100)]
-    await asyncio.gather(*futures)
+    assert received == messages
+    await asyncio.gather(*tasks)
     assert channel.send_now(KeeperMessage(drop="now"))
     assert decode(KeeperMessage, keeper.recv(MAX_DATAGRAM_BYTES)).drop == "now"
     channel.close()
@@ -145,15 +147,15 @@ async def test_without_a_keeper_every_message_fails() -> None:
     waiting = KeeperChannel(None)
     for one in (channel, waiting):
         with pytest.raises(OSError):
-            await one.post(KeeperMessage(drop="r0"))
+            await one.send(KeeperMessage(drop="r0"))
         assert not one.is_open and not one.is_kept() and not one.send_now(KeeperMessage(drop="r0"))
 
 
 async def test_a_message_that_is_too_long_fails_alone() -> None:
     channel, keeper = pair()
     with pytest.raises(OSError, match="too long"):
-        await channel.post(KeeperMessage(drop="x" * MAX_DATAGRAM_BYTES))
-    await channel.post(KeeperMessage(drop="r0"))
+        await channel.send(KeeperMessage(drop="x" * MAX_DATAGRAM_BYTES))
+    await channel.send(KeeperMessage(drop="r0"))
     channel.close()
     keeper.close()
 
