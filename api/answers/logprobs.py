@@ -13,7 +13,7 @@ import orjson
 from tokenizers import Tokenizer
 
 from api.prompts.tokenizer import BYTE_LEVEL
-from api.streams.stream import SequenceStream, Stream
+from api.streams.stream import Stream
 from common.messages.records import TopTokens
 
 LEAST_LOGPROB = -9999.0
@@ -143,9 +143,9 @@ def sequence_scores(stream: Stream) -> dict[str, float]:
     """The fields of a sequence of a beam search: the sum of its log-probabilities, and its score; none for
     other streams.
     """
-    if not isinstance(stream, SequenceStream):
+    if stream.request.beams is None:
         return {}
-    return {"cumulative_logprob": stream.cumulative_logprob, "beam_score": stream.score}
+    return {"cumulative_logprob": sum(stream.logprobs), "beam_score": stream.score}
 
 
 ENCODED_AT_ONCE = 3 * 2**16

@@ -3,12 +3,11 @@ answers on one connection, too), the state of a request, and the answer to a req
 """
 
 import asyncio
-import re
 import time
 from collections.abc import Sequence
 from typing import Annotated
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Header, Request
 from pydantic import BaseModel, Field
 from sse_starlette import EventSourceResponse
 from starlette.datastructures import Headers
@@ -109,13 +108,14 @@ async def go_on(readers: Sequence[Reader], merged: MergedFeed | None = None) -> 
 # --- the stream of an answer --------------------------------------------------------------------------------
 
 
-ORDINAL = re.compile(r"[0-9]{1,9}")
-LAST_EVENT_ID_PARAMETER = {
-    "name": LAST_EVENT_ID,
-    "in": "header",
-    "description": "The `id` of the last frame that the client has. Default: it has none.",
-    "schema": {"type": "string", "pattern": "^[0-9]{1,9}$"},
-}
+LastEventId = Annotated[
+    str,
+    Header(
+        alias=LAST_EVENT_ID,
+        pattern="^[0-9]{1,9}$",
+        description="The `id` of the last frame that the client has. Default: it has none.",
+    ),
+]
 ERRORS: Responses = only(TGI_ERRORS, 400, 401, 403, 413, 415, 422, 424, 503)
 ERRORS |= error_responses(
     ErrorResponse,
@@ -130,20 +130,20 @@ router = APIRouter(responses=ERRORS, tags=[RESUME])
 @router.get(
     STREAM_PATH,
     summary="Go on with a streamed answer",
-    openapi_extra={"parameters": [LAST_EVENT_ID_PARAMETER]},
     responses={
         200: {"description": "The frames after that one, as the first route sends them"},
         204: {"description": "The client has all frames"},
     },
     response_class=EventSourceResponse,
 )
-async def resume_stream(request: Request, request_id: RequestId) -> Response:
+async def resume_stream(
+    request: Request, request_id: RequestId, last_event_id: LastEventId = "0"
+) -> Response:
     """Sends the frames after `Last-Event-ID`, at any gateway, as the first connection would have sent them.
     The path is in the header `content-location` of the first response. Another connection with the same
     answer ends. A POST with `Last-Event-ID`, and the request's id in `x-request-id`, does the same.
     """
-    num_seen = read_last_event_id(request)
-    found = await read_rest(*await find_streamed(request, request_id), num_seen)
+    found = await read_rest(*await find_streamed(request, request_id), int(last_event_id))
     return await go_on([found]) if found else Response(status_code=204)
 
 
@@ -153,14 +153,6 @@ async def find_streamed(request: Request, request_id: str) -> Admitted:
     if admitted is None or not admitted.answer.streamed:
         raise attach.unknown_answer(request_id)
     return admitted
-
-
-def read_last_event_id(request: Request) -> int:
-    """Number of frames that the client has. Raises ApiError (422)."""
-    given = request.headers.get(LAST_EVENT_ID, "0")
-    if not ORDINAL.fullmatch(given):
-        raise invalid(f"`{LAST_EVENT_ID}` must be the id of a frame, a number. Given: {quoted(given)}")
-    return int(given)
 
 
 async def resume_posts(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:

@@ -3,6 +3,7 @@ search has one of its request, which has no text, and one of each sequence that 
 """
 
 import asyncio
+import itertools
 import math
 import time
 from collections import defaultdict
@@ -207,7 +208,11 @@ class Stream:
         logits: those that the request returns. They are read once it has finished; only then the stream ends.
         ahead: index → (source, tokens) of events that came too early.
         awaited_end: the terminal, if it came before the last tokens.
+        score: of a beam search's sequence that has ended, the sum of its log-probabilities, divided by its
+            length to the power of the length penalty.
     """
+
+    score = 0.0
 
     def __init__(self, request: Generate, tokenizer: ModelTokenizer, answer: bytes = b"") -> None:
         self.request = request
@@ -274,11 +279,17 @@ class Stream:
 
     @property
     def text(self) -> str:
-        """The whole answer of a finished stream."""
-        assert self.terminal is not None
-        stopping, reason = self.request.stopping, self.terminal.reason
-        args = stopping.stop, reason, stopping.min_new_tokens
-        return generated_text(self.tokenizer.backend, self.prompt_ids, self.ids, *args)
+        """The whole answer of a finished stream, without special tokens. With reason `stop_sequence` it ends
+        with the first stop string after the first `min_new_tokens` tokens.
+        """
+        args, stopping = (self.tokenizer.backend, self.prompt_ids), self.request.stopping
+        text = clean_text(*args, self.ids)
+        if self.terminal is None or self.terminal.reason != "stop_sequence":
+            return text
+        first = self.ids[: stopping.min_new_tokens]
+        begin = len(clean_text(*args, first)) if first else 0
+        ends = [at + len(stop) for stop in stopping.stop if (at := text.find(stop, begin)) >= 0]
+        return text[: min(ends)] if ends else text
 
     @property
     def has_gap(self) -> bool:
@@ -465,28 +476,8 @@ def unpack_tokens(tokens: Tokens, num_tops: int) -> tuple[list[int], list[float]
     return ids, logprobs, unpack_records(pack_tokens(tokens), 1 + num_tops)[2] if tokens.top_ids else []
 
 
-def generated_text(
-    tokenizer: Tokenizer,
-    prompt_ids: Sequence[int],
-    ids: Sequence[int],
-    stops: Sequence[str],
-    reason: str,
-    min_new_tokens: int = 0,
-) -> str:
-    """Return the whole text of an ended request, without special tokens.
-
-    With reason `stop_sequence` it ends with the first stop string after the first `min_new_tokens` tokens.
-    """
-    text = clean_text(tokenizer, prompt_ids, ids)
-    if reason != "stop_sequence":
-        return text
-    begin = len(clean_text(tokenizer, prompt_ids, ids[:min_new_tokens])) if min_new_tokens else 0
-    found = [(text.find(stop, begin), stop) for stop in stops]
-    ends = [at + len(stop) for at, stop in found if at >= 0]
-    return text[: min(ends)] if ends else text
-
-
 def clean_text(tokenizer: Tokenizer, prompt_ids: Sequence[int], ids: Sequence[int]) -> str:
+    """Return the whole text of an ended request, without special tokens."""
     context = list(prompt_ids[-CONTEXT_TOKENS:])
     before: str = tokenizer.decode(context, skip_special_tokens=True)
     whole: str = tokenizer.decode(context + list(ids), skip_special_tokens=True)
@@ -534,32 +525,12 @@ class NoText(LateText):
         return [""] * len(new_ids)
 
 
-class SequenceStream(Stream):
-    """Stream of one sequence, as if it were an answer of its own; it has no events.
-
-    Attributes:
-        score: the sum of its log-probabilities, divided by its length to the power of the length penalty;
-            known when it has ended.
-    """
-
-    score = 0.0
-
-    def __init__(self, search: "BeamSearchStream") -> None:
-        super().__init__(search.request, search.tokenizer)
-        self.prompt_ids = search.prompt_ids
-        self.prompt = search.prompt
-        self.times = search.times
-
-    @property
-    def cumulative_logprob(self) -> float:
-        return sum(self.logprobs)
-
-
 class BeamSearchStream(Stream):
     """Stream of a beam search: its records are those of all sequences (common/messages/records.py).
 
     Attributes:
-        sequences: streams of the sequences that are returned, the best first.
+        sequences: streams of the sequences that are returned, the best first, as if each were an answer of
+            its own. They have no events.
     """
 
     def __init__(self, request: Generate, tokenizer: ModelTokenizer, answer: bytes = b"") -> None:
@@ -568,7 +539,9 @@ class BeamSearchStream(Stream):
         self.times = EndTimes(request.service_class)
         self.late_text = NoText(tokenizer.backend, self.prompt_ids)
         self.matcher = None
-        self.sequences = [SequenceStream(self) for _ in range(request.beams.num_returned)]
+        self.sequences = [Stream(request, tokenizer) for _ in range(request.beams.num_returned)]
+        for sequence in self.sequences:
+            sequence.prompt, sequence.times = self.prompt, self.times
 
     @property
     def outputs(self) -> Sequence[Stream]:
@@ -579,26 +552,19 @@ class BeamSearchStream(Stream):
     ) -> None:
         """Append records, and give each sequence its own."""
         super().append(ids, logprobs, texts, tops)
-        begin = 0
-        for end in (i for i, token_id in enumerate(ids) if token_id in REASONS):
-            self.extend_sequence(ids[begin:end], logprobs[begin:end])
-            self.end_sequence(REASONS[ids[end]], logprobs[end])
-            begin = end + 1
-        self.extend_sequence(ids[begin:], logprobs[begin:])
+        ends = [i for i, token_id in enumerate(ids) if token_id in REASONS]
+        for last, end in itertools.pairwise((-1, *ends, len(ids))):
+            if (sequence := self.open_sequence) is None:
+                return
+            sequence.add_committed(sequence.num_tokens, ids[last + 1 : end], logprobs[last + 1 : end], [])
+            if end < len(ids):
+                sequence.score = logprobs[end]
+                sequence.end(Terminal(self.request.request_id, REASONS[ids[end]], sequence.num_tokens))
 
     @property
-    def open_sequence(self) -> SequenceStream | None:
+    def open_sequence(self) -> Stream | None:
         """The sequence to which the next record belongs; None if it is not returned."""
         return next((one for one in self.sequences if one.terminal is None), None)
-
-    def extend_sequence(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        if (sequence := self.open_sequence) is not None:
-            sequence.add_committed(sequence.num_tokens, ids, logprobs, [])
-
-    def end_sequence(self, reason: str, score: float) -> None:
-        if (sequence := self.open_sequence) is not None:
-            sequence.score = score
-            sequence.end(Terminal(self.request.request_id, reason, sequence.num_tokens))
 
     def end(self, terminal: Terminal) -> bool:
         """End the search. The sequences that it has not found end without tokens, or fail with it."""

@@ -18,9 +18,6 @@ from common.broker.lua import Args, Fields, ScriptCall, call_script, decode_all,
 from common.broker.pool_client import PoolClient
 from common.process.event_loop import until_beat
 
-WIRE_VERSION = 3
-"""Told to workers of the first snapshots: they write what gateways and batchers of all versions read."""
-
 log = logging.getLogger(__name__)
 
 REMOVE_TIMEOUT_S = 1.0
@@ -42,8 +39,8 @@ class ProcessBeat(NamedTuple):
 
 
 def process_fields() -> HeartbeatFields:
-    """Return process id and host name, which say where this process runs, and what it reads."""
-    return {"pid": os.getpid(), "host": socket.gethostname(), "wire": WIRE_VERSION}
+    """Return process id and host name, which say where this process runs."""
+    return {"pid": os.getpid(), "host": socket.gethostname()}
 
 
 class Heartbeat:

@@ -33,13 +33,9 @@ class WireError(ValueError):
     """The bytes are not a valid message of the expected type; `str()` names the field."""
 
 
-def wire_field(
-    name: str, default: Any = dataclasses.MISSING, default_factory: Any = dataclasses.MISSING
-) -> Any:
-    """Declare a field with the short `name` on the wire."""
-    defaults = {} if default is dataclasses.MISSING else {"default": default}
-    defaults |= {} if default_factory is dataclasses.MISSING else {"default_factory": default_factory}
-    return dataclasses.field(metadata={"wire": name}, **defaults)
+def wire_field(name: str, **default: Any) -> Any:
+    """Declare a field with the short `name` on the wire, and perhaps its `default` or `default_factory`."""
+    return dataclasses.field(metadata={"wire": name}, **default)
 
 
 def encode(message: Any) -> bytes:
@@ -145,12 +141,10 @@ def schema_of_message(cls: Any) -> CoreSchema:
     hints = typing.get_type_hints(cls)
     fields = []
     for one in dataclasses.fields(cls):
-        schema = schema_of(hints[one.name])
-        if one.default is not dataclasses.MISSING:
-            schema = core_schema.with_default_schema(schema, default=one.default)
-        elif one.default_factory is not dataclasses.MISSING:
-            schema = core_schema.with_default_schema(schema, default_factory=one.default_factory)
-        wire = one.metadata["wire"]
+        schema, wire = schema_of(hints[one.name]), one.metadata["wire"]
+        defaults: Any = {"default": one.default, "default_factory": one.default_factory}
+        if given := {name: value for name, value in defaults.items() if value is not dataclasses.MISSING}:
+            schema = core_schema.with_default_schema(schema, **given)
         fields.append(core_schema.dataclass_field(one.name, schema, validation_alias=wire))
     names = [one.name for one in dataclasses.fields(cls)]
     arguments = core_schema.dataclass_args_schema(cls.__name__, fields)

@@ -134,26 +134,23 @@ def list_gpus() -> list[Gpu]:
     """Return the GPUs in the order of the PCI bus; none if there is no driver, or it fails."""
     import pynvml  # this module needs no installed package
 
-    try:
+    with contextlib.suppress(pynvml.NVMLError):
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return []
-    try:
-        driver = pynvml.nvmlSystemGetDriverVersion()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        return [
-            Gpu(
-                pynvml.nvmlDeviceGetUUID(handle),
-                pynvml.nvmlDeviceGetName(handle),
-                pynvml.nvmlDeviceGetMemoryInfo(handle).total,
-                driver,
-            )
-            for handle in handles
-        ]
-    except pynvml.NVMLError:
-        return []
-    finally:
-        pynvml.nvmlShutdown()
+        try:
+            driver = pynvml.nvmlSystemGetDriverVersion()
+            handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+            return [
+                Gpu(
+                    pynvml.nvmlDeviceGetUUID(handle),
+                    pynvml.nvmlDeviceGetName(handle),
+                    pynvml.nvmlDeviceGetMemoryInfo(handle).total,
+                    driver,
+                )
+                for handle in handles
+            ]
+        finally:
+            pynvml.nvmlShutdown()
+    return []
 
 
 def run_delay_s(pid: int) -> float:

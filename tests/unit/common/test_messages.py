@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from redis.asyncio import Redis
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from api.streams.stream import generated_text
+from api.streams.stream import clean_text
 from common import model_files
 from common.adapter_registry import MAX_ADAPTERS, AdapterRegistry, change_registry, read_registry
 from common.adapters import LOADING, READY, HeldAdapters, PoolAdapter, adapter_name
@@ -319,7 +319,7 @@ def test_the_pieces_of_any_text_are_the_text(smollm2: Tokenizer, prompt: str, te
     )  # its vocabulary has not all bytes
     prompt_ids = smollm2.encode(prompt).ids
     assert "".join(texts(smollm2, prompt_ids, ids)) == text
-    assert generated_text(smollm2, prompt_ids, ids, [], "length") == text
+    assert clean_text(smollm2, prompt_ids, ids) == text
 
 
 def test_endless_invalid_bytes_do_not_wait_for_ever(smollm2: Tokenizer) -> None:
@@ -333,7 +333,7 @@ def test_the_first_piece_keeps_its_space(llama: Tokenizer) -> None:
     hello, world, special = (id_of(llama, piece) for piece in ("▁Hello", "▁world", "<s>"))
     assert texts(llama, [special, hello], [world, special, hello]) == [" world", "<s>", " Hello"]
     assert texts(llama, [], [hello, world]) == ["Hello", " world"]
-    assert generated_text(llama, [special, hello], [world, hello], [], "length") == " world Hello"
+    assert clean_text(llama, [special, hello], [world, hello]) == " world Hello"
 
 
 @pytest.mark.parametrize(
