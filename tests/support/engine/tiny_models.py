@@ -30,6 +30,7 @@ SIZES = {
 }
 LLAMA = SIZES | {"intermediate_size": 128, "num_key_value_heads": 2}
 T5: dict[str, Any] = {
+    "vocab_size": VOCAB,
     "d_model": 64,
     "d_kv": 16,
     "d_ff": 96,
@@ -268,6 +269,32 @@ KINDS: dict[str, Any] = {
     "vision_config": transformers.AutoModelForImageTextToText,
 }
 """By what a config says."""
+BART = {
+    "vocab_size": VOCAB,
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "max_position_embeddings": 128,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": None,
+    "init_std": 0.25,
+    "tie_word_embeddings": False,
+}
+ENCODER_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "T5": ("T5", T5),
+    "mT5": (
+        "MT5",
+        T5 | {"vocab_size": VOCAB, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    ),
+    "BART": ("Bart", BART),
+    "BART-forced": ("Bart", BART | {"forced_bos_token_id": 7}),
+    "mBART": ("MBart", BART | {"scale_embedding": True}),
+    "Pegasus": ("Pegasus", BART),
+}
 
 
 def save(folder: Path, config_name: str, sizes: dict[str, Any]) -> Any:
@@ -319,8 +346,10 @@ def save_with_bytes(folder: Path, config_name: str, sizes: dict[str, Any]) -> Pa
     return folder
 
 
-def generate(model: Any, prompt: list[int], max_new_tokens: int) -> list[int]:
-    """Greedy new ids. On a copy: rotary embeddings of some types remember the longest sequence they saw."""
+def generate(model: Any, prompt: list[int], max_new_tokens: int, **options: Any) -> list[int]:
+    """Greedy new ids, of an encoder-decoder model those after the ids that start the decoder. On a copy:
+    rotary embeddings of some types remember the longest sequence they saw.
+    """
     ids = torch.tensor([prompt])
     settings = {
         "do_sample": False,
@@ -328,8 +357,10 @@ def generate(model: Any, prompt: list[int], max_new_tokens: int) -> list[int]:
         "pad_token_id": 0,
         "attention_mask": torch.ones_like(ids),
     }
-    output = copy.deepcopy(model).generate(ids, max_new_tokens=max_new_tokens, **settings)
-    begin = 1 if model.config.is_encoder_decoder else len(prompt)
+    is_forced = model.config.is_encoder_decoder and model.generation_config.forced_bos_token_id is not None
+    most = max_new_tokens + is_forced
+    output = copy.deepcopy(model).generate(ids, max_new_tokens=most, **settings | options)
+    begin = 1 + is_forced if model.config.is_encoder_decoder else len(prompt)
     new_ids: list[int] = output[0, begin:].tolist()
     return new_ids
 

@@ -232,6 +232,23 @@ def test_eos_ids_come_from_the_first_file_that_knows(tmp_path: Path) -> None:
     assert model_files.context_length(path) == 99
 
 
+@pytest.mark.parametrize(
+    ("config", "generation", "ids"),
+    [
+        ({"decoder_start_token_id": 0}, {}, [0]),
+        ({"decoder_start_token_id": 2, "forced_bos_token_id": 5}, {}, [2, 5]),
+        ({"bos_token_id": 3}, {}, [3]),
+        ({"decoder_start_token_id": 2}, {"decoder_start_token_id": 4, "forced_bos_token_id": 0}, [4, 0]),
+    ],
+)
+def test_ids_that_start_the_decoder(
+    config: dict[str, Any], generation: dict[str, Any], ids: list[int], tmp_path: Path
+) -> None:
+    write(tmp_path, config=config | {"is_encoder_decoder": True}, generation_config=generation)
+    assert model_files.starting_ids(tmp_path) == ids
+    assert model_files.starting_ids(write(tmp_path, config=config)) == []
+
+
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"model": {"vocab": ', b"\xff\xfe", b"\0" * 9])
 def test_a_damaged_file_is_refused_by_its_name(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tokenizer.json").write_bytes(content)
