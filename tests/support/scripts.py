@@ -13,7 +13,6 @@ from common.broker import heartbeat
 from common.broker.committed import Committed
 from common.broker.keys import Keys
 from common.broker.lua import run_script
-from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.events import Events, Terminal, Tokens
 from common.messages.plan import NewRow, Plan
@@ -65,14 +64,6 @@ async def admit_request(
 
 async def dequeue(redis: Redis, request_id: str, entry_id: str) -> bool:
     return await run_script(redis, batcher_scripts.dequeue(KEYS, {request_id: entry_id})) == [1]
-
-
-async def cancel(redis: Redis, request_id: str, reader: int | None = None) -> bool:
-    return await request_scripts.cancel_request(PoolClient(redis, KEYS), request_id, reader)
-
-
-async def forget(redis: Redis, request_id: str, reader: int) -> bool:
-    return await run_script(redis, request_scripts.forget(KEYS, request_id, reader=reader))
 
 
 async def create_logs(redis: Redis, name: str = "w1", owner: str = "w1") -> bool:

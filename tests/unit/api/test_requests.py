@@ -507,16 +507,6 @@ def test_a_number_is_checked_by_the_range_that_the_document_shows(body: type[Str
                 parse_body(body, f'{{"{name}": {wrong}}}'.encode())
 
 
-async def test_requests_of_one_prompt_differ_only_in_their_choice() -> None:
-    found = await validated(do_sample=True, n=3, seed=9)
-    assert [one.sampling and (one.sampling.seed, one.sampling.choice) for one in found] == [
-        (9, 0),
-        (9, 1),
-        (9, 2),
-    ]
-    assert [one.sampling for one in await validated(n=2)] == [None, None]
-
-
 async def test_a_prompt_of_an_encoder_decoder_model_ends_with_what_starts_the_decoder() -> None:
     tokenizer = tokenizer_with(starting_ids=(0, 7))
     [one] = await validated(tokenizer, prompt=None, prompt_ids=[1, 2, 3], truncate=2)

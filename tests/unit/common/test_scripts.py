@@ -14,15 +14,15 @@ from redis.asyncio import Redis
 from api.jobs import records
 from api.jobs.records import DEAD, DONE, JobEnding
 from api.requests import request_scripts
-from api.requests.request_scripts import AdmitReply, AttachReply
+from api.requests.request_scripts import AdmitReply, AttachReply, cancel_request
 from batcher import batcher_scripts
-from common.broker.committed import Committed, read, read_slice
+from common.broker.committed import Committed, read_slice
 from common.broker.keys import RESULT_TTL_MS, SEALED, Keys
 from common.broker.lua import Args, call_script, run_script, script_names
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.events import Terminal, terminal_for
-from common.messages.records import RECORD, pack_ids, unpack_records
+from common.messages.records import RECORD, pack_ids
 from common.messages.request import Generate, LogitsParams, StoppingParams
 from gpu_worker import worker_scripts
 from gpu_worker.worker_scripts import FlushedRow
@@ -32,13 +32,10 @@ from tests.support.scripts import (
     REQUEST,
     admit,
     admit_request,
-    cancel,
     create_logs,
     dequeue,
-    entry,
     flush,
     flushed_end,
-    forget,
     publish_plan,
     save,
     seal,
@@ -96,24 +93,7 @@ async def test_only_the_first_terminal_is_published(redis: Redis, published: Pub
     assert end == [b"cancelled", b"1", b"cancelled: client", b"cancelled"]
     assert await redis.exists(KEYS.tokens("r1")) == 0
     assert 0 < await redis.pttl(KEYS.request("r1")) <= 60_000
-    assert not await cancel(redis, "r1")
-
-
-async def test_spills_are_idempotent_and_leave_no_hole(redis: Redis) -> None:
-    records = b"".join(RECORD.pack(i, -1.0) for i in range(4))
-    await create_logs(redis)
-    await admit(redis, "r1")
-    await redis.hset(KEYS.request("r1"), "worker", "w1")  # type: ignore[misc]
-    await flush(redis, 1, entry("r1", 0, [0, 1]))
-    await flush(redis, 2, entry("r1", 2, [2]), spills=[("r1", 0, records[:24])], mode="trim")
-    assert [i for i, _ in await redis.xrange(KEYS.log("w1"))] == [b"2-0"], "what is spilled is trimmed"
-    await flush(redis, 3, entry("r1", 3, [3]), spills=[("r1", 8, records[8:])])
-    assert await redis.get(KEYS.tokens("r1")) == records
-    await flush(redis, 4, spills=[("r1", 72, records)], mode="trim")
-    assert await redis.get(KEYS.tokens("r1")) == records, "a hole is refused"
-    assert await redis.xlen(KEYS.log("w1")) == 3, "and then nothing is trimmed"
-    state = (await read(PoolClient(redis, KEYS), ["r1"]))["r1"]
-    assert unpack_records(state.records)[0] == [0, 1, 2, 3]
+    assert not await cancel_request(PoolClient(redis, KEYS), "r1")
 
 
 async def test_two_processes_never_share_an_incarnation(redis: Redis) -> None:
@@ -222,20 +202,6 @@ async def attach(redis: Redis, *request_ids: str, gateway: str, inherited: int |
 def attached(reader: int, num_requests: int = 1) -> AttachReply:
     """The reply of requests that `admit` has admitted."""
     return AttachReply("attached", reader, ["d"] * num_requests)
-
-
-async def test_only_the_newest_reader_cancels_and_forgets(redis: Redis) -> None:
-    await admit(redis, "r1")
-    await admit(redis, "r2")
-    assert await attach(redis, "r1", "r2", gateway="g2") == attached(1, 2)
-    for name in ("r1", "r2"):
-        assert await redis.hmget(KEYS.request(name), ["reader", "gateway"]) == [b"1", b"g2"]  # type: ignore[misc]
-    assert not await cancel(redis, "r1", reader=0)
-    assert not await forget(redis, "r1", reader=0)
-    assert await forget(redis, "r1", reader=1)
-    assert await attach(redis, "r1", "r2", gateway="g3") == AttachReply("gone")
-    assert await cancel(redis, "r2", reader=1)
-    assert await attach(redis, "r2", gateway="g3") == AttachReply("cancelled")
 
 
 async def test_a_detached_request_has_no_gateway_whoever_reads(redis: Redis) -> None:
