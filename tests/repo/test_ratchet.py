@@ -18,7 +18,7 @@ MOST = {  # statements, lines
     "gpu_worker": (10_910, 20_847),
     "common": (3_742, 7_468),
     "deploy": (2_497, 4_325),
-    "tests": (31_580, 55_130),
+    "tests": (31_514, 55_034),
     "benchmarks": (2_189, 3_702),
 }
 MOST_WORDS_OF_DOCS = 21_805
