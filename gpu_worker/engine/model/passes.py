@@ -37,11 +37,6 @@ def head(model: Any, context: LoadContext) -> None:
         context.plan = replace_head(model, context.plan, context.stage, context.path, context.pooling)
 
 
-def latents(model: Any, context: LoadContext) -> None:
-    """Latent attention keeps latents, while its linear layers are still plain."""
-    keep_latents(model)
-
-
 def linears(model: Any, context: LoadContext) -> None:
     """Faster linear layers take the place of others. They multiply the checkpoint's quantised weights, or are
     rounded at load (QUANTIZE). The model is on its device from here on.
@@ -63,20 +58,10 @@ def adapters(model: Any, context: LoadContext) -> None:
         context.adapters = AdapterLayers(model, targets, context.settings, context.device, most)
 
 
-def shard(model: Any, context: LoadContext) -> None:
-    """The ranks' parts compute what the whole model would."""
-    connect_shards(model, context.plan, context.communicator)
-
-
 def pool(model: Any, context: LoadContext) -> None:
     """An encoder's hidden states become vectors or scores."""
     if context.pooling and context.is_encoder:
         context.pooler = pool_prompts(model, context.path, context.pooling)
-
-
-def attention(model: Any, context: LoadContext) -> None:
-    """Attention of all families uses transformers' interface."""
-    page_attention(model)
 
 
 def states(model: Any, context: LoadContext) -> None:
@@ -105,23 +90,18 @@ def ropes(model: Any, context: LoadContext) -> None:
     context.axis_rope = AxisRope(rotary[0], axes) if rotary and axes else None
 
 
-def share(model: Any, context: LoadContext) -> None:
-    """Engines of one launcher on CPU share all parameters, which can only be read from here on."""
-    share_parameters(model)
-
-
 Pass = Callable[[Any, LoadContext], None]
 PASSES: list[Pass] = [
     head,
-    latents,
+    lambda model, _: keep_latents(model),  # while its linear layers are still plain
     linears,
     adapters,
-    shard,
+    lambda model, context: connect_shards(model, context.plan, context.communicator),
     pool,
-    attention,
+    lambda model, _: page_attention(model),
     states,
     ropes,
-    share,
+    lambda model, _: share_parameters(model),  # which can only be read from here on
 ]
 
 

@@ -26,13 +26,14 @@ from gpu_worker.engine.parallel.stages import TensorShards, intervals_of
 from gpu_worker.engine.parallel.tensor_parallel import parameter_finder
 from gpu_worker.engine.quantization.blocks import Blocks, FindBlocks, no_blocks
 from gpu_worker.engine.quantization.checkpoint import (
+    BLOCKS_FOLDER,
+    CONVERTED,
     FP8_AT_LOAD,
     ROUNDINGS,
     StoredWeight,
     read_tensors,
     widen,
 )
-from gpu_worker.engine.quantization.gguf import converted_blocks
 
 ROUTERS = {"gate", "router"}
 """Names of modules that choose experts."""
@@ -92,14 +93,15 @@ def stored_blocks(model: Any, source: ModelSource, shards: Mapping[str, TensorSh
     of linear layers in the model. A layer whose blocks would be too small has none.
     """
     path, quantization, find = source.path, quantization_of(source.config), parameter_finder(model)
-    converted, stored = converted_blocks(path), dict[str, StoredWeight]()
-    for key, tensor in (read_tensors(path, quantization) if quantization else {}).items():
+    files = (path, quantization) if quantization else (path / BLOCKS_FOLDER, CONVERTED)
+    stored: dict[str, StoredWeight] = {}
+    for key, tensor in read_tensors(*files).items():
         name, converter = find(key)
         if isinstance(tensor, StoredWeight) and not converter:
             stored[name.removesuffix(".weight")] = tensor
 
     def find_own(layer: str) -> Blocks | None:
-        blocks = stored[layer].read() if layer in stored else converted(layer)
+        blocks = stored[layer].read() if layer in stored else None
         if not isinstance(blocks, Blocks) or (own := shards.get(f"{layer}.weight")) is None:
             return blocks if isinstance(blocks, Blocks) else None
         intervals = intervals_of(own, blocks.quants.shape[own.dim], source.communicator.tp_rank)

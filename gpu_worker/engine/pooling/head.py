@@ -97,21 +97,16 @@ class PoolingHead(nn.Sequential):
         raise StageEnd(super().forward(states))  # type: ignore[no-untyped-call]
 
 
-def head_name(model: Any) -> str:
-    """The name of a model's head. Raises UnservableModel without one."""
-    head = model.get_output_embeddings()
-    name = next((name for name, module in model.named_modules() if module is head), "")
-    if head is None or not name:
-        raise UnservableModel("it has no head whose input could be its vectors")
-    return name
-
-
 def replace_head(model: Any, plan: TpPlan, stage: ModelStage, path: Path, pooling: PoolingConfig) -> TpPlan:
-    """Replace the head of a decoder → the plan of what is left. A stage that is not the last has no head."""
+    """Replace the head of a decoder → the plan of what is left. A stage that is not the last has no head.
+    Raises UnservableModel without one.
+    """
     layers = read_layers(path, pooling, model.config.hidden_size)
     if not stage.is_last:
         return plan
-    name = head_name(model)
+    name = {module: name for name, module in model.named_modules()}.get(model.get_output_embeddings())
+    if name is None:
+        raise UnservableModel("it has no head whose input could be its vectors")
     model.set_submodule(name, PoolingHead(*layers.to(model.dtype)))
     return TpPlan(
         {key: shards for key, shards in plan.shards.items() if not key.startswith(f"{name}.")},

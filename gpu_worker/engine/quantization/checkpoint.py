@@ -319,9 +319,19 @@ def for_each_output(table: torch.Tensor, outputs: int) -> torch.Tensor:
     return (table if table.dim() == 2 else table.reshape(-1, 1)).expand(outputs, -1)
 
 
+# --- blocks beside the weights of a converted GGUF file (gguf.py)
+
+
+def blocks_shape(stored: Stored, config: Config) -> list[int]:
+    outputs, places = stored["quants"].get_shape()
+    return [outputs, places * (2 if stored["quants"].get_dtype() == "U8" else 1)]
+
+
+def read_blocks(fields: Fields, config: Config) -> Weight:
+    return Blocks.of_tensors(fields)
+
+
 FLOATS8 = {"F8_E4M3", "F8_E5M2"}
-
-
 PLAIN_DTYPES = {"F64", "F32", "F16", "BF16"}
 WEIGHTS = ("weight", "qweight", "weight_packed")
 FEW_BITS = ("F4", "F6_", "F8_", "I8", "U8")
@@ -375,6 +385,11 @@ BNB4 = Layout(
     bnb4_shape,
     read_bnb4,
 )
+BLOCKS = Layout({"U8", "I8"}, ("quants", "scales"), ("offsets",), blocks_shape, read_blocks)
+BLOCKS_FOLDER = "blocks"
+"""In the directory of a converted model; checkpoints are not looked for in that folder."""
+CONVERTED = {"quant_method": "gguf"}
+"""Of the files in that folder."""
 METHODS: dict[str, tuple[Layout, ...]] = {
     "gptq": (GPTQ,),
     "awq": (AWQ,),
@@ -382,6 +397,7 @@ METHODS: dict[str, tuple[Layout, ...]] = {
     "fbgemm_fp8": (FP8,),
     "compressed-tensors": (PACKED, FP8, INT8),
     "bitsandbytes": (BNB8, BNB4),
+    "gguf": (BLOCKS,),
 }
 IGNORED = re.compile(r"(input|activation|output|[kvq])_(scale|scale_ub|zero_point)|weight_format")
 """Tensors about activations, which stay unquantised, and about the KV cache (model/warmup.py)."""

@@ -18,17 +18,15 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from common.process.launch import die_with_parent
-from gpu_worker.engine.quantization.blocks import Blocks, FindBlocks
+from gpu_worker.engine.quantization.blocks import Blocks
+from gpu_worker.engine.quantization.checkpoint import BLOCKS_FOLDER
 
 Array = npt.NDArray[Any]
-BLOCKS_FILE = Path("blocks") / "model.safetensors"
-"""In the directory of a converted model; checkpoints are not looked for in that folder."""
 UNPACKED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 """Types of quants that are kept."""
 
@@ -92,26 +90,8 @@ def write_blocks(source: Path, model: nn.Module, folder: Path) -> None:
         f"{name}.{field}": tensor for name, blocks in found for field, tensor in blocks.tensors().items()
     }
     if tensors:
-        path = folder / BLOCKS_FILE
-        path.parent.mkdir()
-        save_file(tensors, path)
-
-
-def converted_blocks(folder: Path) -> FindBlocks:
-    """The blocks of a converted model's linear layers, by their names; none for a model that was no GGUF file
-    with such weights.
-    """
-    path = folder / BLOCKS_FILE
-
-    def find(layer: str) -> Blocks | None:
-        if not path.exists():
-            return None
-        with safe_open(path, "pt") as file:
-            names = [name for name in file.keys() if name.rpartition(".")[0] == layer]  # noqa: SIM118
-            tensors = {name.rpartition(".")[2]: file.get_tensor(name) for name in names}
-        return Blocks.of_tensors(tensors) if tensors else None
-
-    return find
+        (folder / BLOCKS_FOLDER).mkdir()
+        save_file(tensors, folder / BLOCKS_FOLDER / "model.safetensors")
 
 
 def match_blocks(source: Path, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Blocks]]:

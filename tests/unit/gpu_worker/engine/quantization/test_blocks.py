@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -19,8 +19,15 @@ from gpu_worker.engine.cpu import native
 from gpu_worker.engine.cpu.packed_linear import LargePages, NativeLinear
 from gpu_worker.engine.quantization import gguf as convert
 from gpu_worker.engine.quantization.blocks import Blocks
-from gpu_worker.engine.quantization.checkpoint import ROUNDINGS, scale_integers, widen
-from gpu_worker.engine.quantization.gguf import BLOCKS_FILE, UNPACKED, converted_blocks, unpack
+from gpu_worker.engine.quantization.checkpoint import (
+    BLOCKS_FOLDER,
+    CONVERTED,
+    ROUNDINGS,
+    read_tensors,
+    scale_integers,
+    widen,
+)
+from gpu_worker.engine.quantization.gguf import UNPACKED, unpack
 from tests.support.engine import quantized_models, tiny_models
 from tests.support.engine.quantized_models import keep_blocks_only, keeps_blocks, mean, multiplies_blocks
 from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, play, prompts
@@ -87,13 +94,12 @@ def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 def test_every_layer_has_the_blocks_of_its_weights(converted: Path) -> None:
     """Also where transformers has reordered the rows of the file's matrices."""
-    find, bits = converted_blocks(converted), []
-    with safe_open(converted / "model.safetensors", "pt") as file:
-        for name in file.keys():  # noqa: SIM118
-            if blocks := find(name.removesuffix(".weight")):
-                weight = file.get_tensor(name)
-                assert torch.equal(blocks.widen(weight.dtype), weight), name
-                bits.append(blocks.bits)
+    plain, bits = load_file(converted / "model.safetensors"), []
+    for name, stored in read_tensors(converted / BLOCKS_FOLDER, CONVERTED).items():
+        blocks = stored.read()
+        assert torch.equal(blocks.widen(plain[name].dtype), plain[name]), name
+        assert stored.get_shape() == [*plain[name].shape]
+        bits.append(blocks.bits)
     assert len(bits) == LAYERS * len(MATRICES) + 1 and {*bits} == {4, 8}
 
 
@@ -105,7 +111,7 @@ def test_the_ids_are_those_of_widened_weights(
         pytest.skip("torch's products are used on this processor")
     widened = tmp_path / "widened"
     shutil.copytree(converted, widened)
-    (widened / BLOCKS_FILE).unlink()
+    shutil.rmtree(widened / BLOCKS_FOLDER)
     engines = [engine_of(folder, dtype=converted.name) for folder in (converted, widened)]
     found = [
         sum(
