@@ -30,7 +30,7 @@ from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.row import RowSlice, StepPart, StepSlices, request_at, step_of
 from gpu_worker.engine.batch.rows import NO_BLOCKS, Rows
 from gpu_worker.engine.batch.sampling_state import SampleRequest
-from gpu_worker.engine.batch.split_step import Forward, forward_in_halves
+from gpu_worker.engine.batch.split_step import forward_in_halves
 from gpu_worker.engine.batch.state_slots import StateSlots
 from gpu_worker.engine.batch.step_result import Int32, PromptLogprobs, StepSamples, TopLogprobs
 from gpu_worker.engine.cuda.graphs import (
@@ -41,9 +41,8 @@ from gpu_worker.engine.cuda.graphs import (
     make_capture,
     stop_compiling,
 )
-from gpu_worker.engine.drafting.drafters import Drafter
 from gpu_worker.engine.drafting.load_draft import load_draft, make_drafter
-from gpu_worker.engine.drafting.proposers import ProposalCosts, measure_steps, proposer_factory
+from gpu_worker.engine.drafting.proposers import ProposalCosts, proposer_factory
 from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.load import load, name_of, threads_of
 from gpu_worker.engine.model.model import LoadedModel
@@ -238,30 +237,6 @@ def pack_logprobs(output: SamplerOutput) -> PromptLogprobs:
     return PromptLogprobs(*(column.numpy().tobytes() for column in columns))
 
 
-def measure_costs(
-    costs: ProposalCosts,
-    loaded: LoadedModel,
-    forward: Forward,
-    drafter: Drafter | None,
-    communicator: Communicator,
-) -> None:
-    """Measure what a proposal costs, sampling included. All ranks go by the times of rank 0."""
-
-    def compute(slices: list[RowSlice]) -> object:
-        logits = forward(slices)
-        return sample(logits, [None] * len(slices)) if communicator.samples else None
-
-    def measure_ms(num_rows: int) -> float:
-        slices = warmup.prompt_parts(loaded, *[1] * num_rows)
-        return warmup.fastest_ms(lambda: compute(slices), loaded.device)
-
-    times = [
-        *measure_steps(measure_ms),
-        *(measure_steps(drafter.measure_ms) if drafter else (0.0, 0.0)),
-    ]
-    costs.set(*communicator.exchange(times)[0])
-
-
 log = logging.getLogger(__name__)
 NAN = float("nan")
 
@@ -351,7 +326,7 @@ class Engine:
             self.compile_and_capture(progress)
         progress("measuring its speed")
         if (settings.speculation or self.drafter) and not loaded.pooling:
-            measure_costs(self.costs, loaded, self.forward, self.drafter, communicator)
+            self.measure_costs()
         # of a prompt token: in all stages together
         token_ms = sum(communicator.exchange(warmup.token_ms(loaded))) / communicator.tp_size
         measured = warmup.max_batch_prefill_tokens(token_ms, loaded.device)
@@ -377,6 +352,18 @@ class Engine:
             max_rows=loaded.states.num_slots,
             pooling=loaded.pooling.kind if loaded.pooling else "",
         )
+
+    def measure_costs(self) -> None:
+        """Measure what a proposal costs, sampling included. All ranks go by the times of rank 0."""
+        loaded, communicator, drafter = self.loaded, self.communicator, self.drafter
+
+        def step(num_rows: int) -> Callable[[], object]:
+            slices, requests = warmup.prompt_parts(loaded, *[1] * num_rows), [None] * num_rows
+            return lambda: (logits := self.forward(slices), communicator.samples and sample(logits, requests))
+
+        step_ms = warmup.measure_steps(step, loaded.device)  # heads have seen states then
+        draft_ms = warmup.measure_steps(drafter.trial, loaded.device) if drafter else (0.0, 0.0)
+        self.costs.set(*communicator.exchange([*step_ms, *draft_ms])[0])
 
     def compile_and_capture(self, progress: Progress) -> None:
         """Compile layers whose attention compilers can look into, and capture steps; do nothing with

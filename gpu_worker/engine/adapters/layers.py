@@ -84,32 +84,19 @@ def add_low_rank(
         else:
             shrunk = adapters.shrink(rows, down, ranks, order, starts)
         adapters.expand(output, shrunk, up, ranks, order, starts)
-    else:
-        add_by_torch(output, rows, down, up, ranks, order, starts)
+        return output
+    bounds = starts.tolist()
+    for slot, rank in enumerate(ranks.tolist()):  # one adapter after the other
+        if rank and len(places := order[bounds[slot] : bounds[slot + 1]].long()):
+            own, part = rows[places], down[slot, :rank]
+            shrunk = part[:, own].T if own.dtype == torch.int64 else own @ part.T
+            output.index_add_(0, places, shrunk @ up[slot, :, :rank].T)
     return output
 
 
 @add_low_rank.register_fake
 def shape_of(output: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(output, memory_format=torch.contiguous_format)
-
-
-def add_by_torch(
-    output: torch.Tensor,
-    rows: torch.Tensor,
-    down: torch.Tensor,
-    up: torch.Tensor,
-    ranks: torch.Tensor,
-    order: torch.Tensor,
-    starts: torch.Tensor,
-) -> None:
-    """Add to `output` as `add_low_rank` does, one adapter after the other."""
-    bounds = starts.tolist()
-    for slot, rank in enumerate(ranks.tolist()):
-        if rank and len(places := order[bounds[slot] : bounds[slot + 1]].long()):
-            own, part = rows[places], down[slot, :rank]
-            shrunk = part[:, own].T if own.dtype == torch.int64 else own @ part.T
-            output.index_add_(0, places, shrunk @ up[slot, :, :rank].T)
 
 
 RANKS = 4

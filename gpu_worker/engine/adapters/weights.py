@@ -67,18 +67,21 @@ def find_targets(model: Any, shards: Mapping[str, TensorShards], rank: int) -> d
     split between ranks.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    names = {module: name for name, module in model.named_modules()}
     mixers = mixer_prefixes(model)  # they are called with parts of a step
     # attention over latents multiplies with a layer's weights without a call of it
     absorbed = {f"{name}.kv_b_proj" for name, module in model.named_modules() if hasattr(module, "expand_kv")}
-    return {
-        name: make_target(name, module, size, shards.get(f"{name}.weight"), rank, embedding, head)
-        for module, name in names.items()
-        if (size := size_of(module, embedding))
-        and name not in absorbed
-        and ".experts." not in name
-        and not name.startswith(mixers)
-    }
+    targets = {}
+    for name, module in model.named_modules():
+        size = size_of(module, embedding)
+        if size is None or name in absorbed or ".experts." in name or name.startswith(mixers):
+            continue
+        is_embedding, sizes, own = module is embedding, [*size], [[(0, features)] for features in size]
+        if split := shards.get(f"{name}.weight"):
+            dim = (split.dim == 1) == is_embedding  # the weights of an embedding are [ids, features]
+            sizes[dim] = whole = split.packed * split.intervals[-1][1]
+            own[dim] = intervals_of(split, whole, rank)
+        targets[name] = LoraTarget(name, module, *sizes, *own, is_embedding, module is head)
+    return targets
 
 
 def size_of(module: Any, embedding: Any) -> tuple[int, int] | None:
@@ -89,26 +92,6 @@ def size_of(module: Any, embedding: Any) -> tuple[int, int] | None:
         return int(module.nx), int(module.nf)
     sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
     return sizes if all(isinstance(size, int) for size in sizes) else None  # type: ignore[return-value]
-
-
-def make_target(
-    name: str,
-    module: Any,
-    size: tuple[int, int],
-    shards: TensorShards | None,
-    rank: int,
-    embedding: Any,
-    head: Any,
-) -> LoraTarget:
-    """A target whose part of this rank has these inputs and outputs; `shards`: how its weights [outputs,
-    inputs] of any dtype are split.
-    """
-    is_embedding, sizes, own = module is embedding, [*size], [[(0, features)] for features in size]
-    if shards:
-        split = (shards.dim == 1) == is_embedding  # the weights of an embedding are [ids, features]
-        sizes[split] = whole = shards.packed * shards.intervals[-1][1]
-        own[split] = intervals_of(shards, whole, rank)
-    return LoraTarget(name, module, sizes[0], sizes[1], own[0], own[1], is_embedding, module is head)
 
 
 def is_elsewhere(model: Any, layer: str) -> bool:

@@ -27,7 +27,7 @@ ibm-ai-platform): a recurrent state of the last hidden state and of the tokens p
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -47,7 +47,7 @@ from gpu_worker.engine.attention.backend import NAME, AttentionSpec, LayerSpec
 from gpu_worker.engine.batch.inputs import build_inputs, to_device
 from gpu_worker.engine.batch.row import Row, RowSlice, StepPart, arrange, request_at
 from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
-from gpu_worker.engine.batch.split_step import Forward, is_out_of_memory, release_tensors
+from gpu_worker.engine.batch.split_step import is_out_of_memory, release_tensors
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.cuda.graphs import Capture, CudaGraphs
 from gpu_worker.engine.drafting.proposers import Proposer
@@ -151,9 +151,9 @@ class Drafter(StepPart):
     def capture(self, capture: Capture, max_rows: int) -> None:
         """Capture what can be captured of drafts for up to `max_rows` rows."""
 
-    def measure_ms(self, num_rows: int) -> float:
-        """ms of one draft for each of so many rows."""
-        return 0.0
+    def trial(self, num_rows: int) -> Callable[[], object]:
+        """What makes one draft for each of so many rows."""
+        return lambda: None
 
     # What all do.
 
@@ -291,13 +291,9 @@ class ModelDrafter(Drafter):
         self.graphs = None
         self.table.held[:] = 0
 
-    def measure_ms(self, num_rows: int) -> float:
-        return self.time_single_tokens(self.forward, num_rows)
-
-    def time_single_tokens(self, forward: Forward, num_rows: int) -> float:
-        """ms of a step of one token of so many rows."""
+    def trial(self, num_rows: int) -> Callable[[], object]:
         slices = warmup.prompt_parts(self.loaded, *[1] * num_rows)
-        return warmup.fastest_ms(lambda: forward(slices), self.loaded.device)
+        return lambda: self.forward(slices)
 
     def granted(self, blocks: Sequence[Int32]) -> None:
         for one in blocks:
@@ -603,15 +599,10 @@ class EagleDrafter(ModelDrafter):
         found = logits.new_full((len(logits), self.vocab_size), lowest)
         return found.index_copy_(1, ids, logits)
 
-    def measure_ms(self, num_rows: int) -> float:
-        hidden = self.layer.config.hidden_size
-        weight = self.layer.norm.weight
-
-        def forward(slices: Sequence[RowSlice]) -> torch.Tensor:
-            self.inputs = {piece.row: weight.new_zeros(1, hidden) for piece in slices}
-            return self.forward(slices)
-
-        return self.time_single_tokens(forward, num_rows)
+    def trial(self, num_rows: int) -> Callable[[], object]:
+        slices = warmup.prompt_parts(self.loaded, *[1] * num_rows)
+        self.inputs = {piece.row: self.layer.norm.weight[None] for piece in slices}
+        return lambda: self.forward(slices)
 
     def capture(self, capture: Capture, max_rows: int) -> None:
         """One layer is few operations: nothing is captured."""
@@ -782,13 +773,12 @@ class HeadDrafter(Drafter):
             chain.hidden = state
         return [*chains], logits
 
-    @torch.inference_mode()
-    def measure_ms(self, num_rows: int) -> float:
+    def trial(self, num_rows: int) -> Callable[[], object]:
         weight = next(self.heads.parameters())
         hidden = self.states.recorded[0].shape[1]
         states = weight.new_zeros(num_rows, hidden)
         tokens = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
-        return warmup.fastest_ms(lambda: self.heads.logits(0, states, tokens), self.device)
+        return torch.inference_mode()(lambda: self.heads.logits(0, states, tokens))
 
 
 def last_state(proposer: Proposer) -> torch.Tensor | None:

@@ -42,7 +42,7 @@ from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
 from gpu_worker.engine.parallel.stages import find_layers
 from gpu_worker.engine.quantization.checkpoint import file_slices
 from gpu_worker.engine.sampling.grammar import Matchers
-from gpu_worker.protocol import UnservableModel, first_cause
+from gpu_worker.protocol import UnservableModel, first_cause, refuse
 
 OF_THE_TARGET = ("quantize", "rope_scaling", "rope_factor", "speculative_config")
 """Settings that say nothing of the model that proposes."""
@@ -130,13 +130,12 @@ def load_model(
     config = read_config(path, own)
     context = LoadContext(path, config, dtype, device, own, SINGLE_RANK)
     loaded = read_model(context)
-    cause = first_cause(
+    refuse(
+        UnservableModel,
         (config.is_encoder_decoder, "it has an encoder"),
         (loaded.ropes, "its rotary frequencies depend on the length of the prompt"),
         (loaded.states.mixers, "its states cannot go back from wrong proposals"),
     )
-    if cause:
-        raise UnservableModel(cause)
     attach_empty(loaded, SINGLE_RANK)
     try_to_fuse(loaded)
     return Draft(DRAFT_MODEL, speculation.num_tokens, loaded.model, loaded)

@@ -39,9 +39,6 @@ tried again.
 """
 
 
-MANY_TOKENS = 16
-
-
 @dataclass(slots=True)
 class ProposalCosts:
     """What proposals cost, and what trials of all rows may lose.
@@ -174,12 +171,6 @@ class Acceptance:
         """Propose nothing for a while, then try again."""
         self.checked, self.right, self.proposed = [], [], 0.0
         self.pause, self.next_pause = self.next_pause, min(2 * self.next_pause, LONGEST_PAUSE)
-
-
-def measure_steps(measure_ms: Callable[[int], float]) -> tuple[float, float]:
-    """ms of a step of one token, and of each token more. `measure_ms`: of a step of so many tokens."""
-    one_ms = measure_ms(1)
-    return one_ms, max(0.0, measure_ms(MANY_TOKENS) - one_ms) / (MANY_TOKENS - 1)
 
 
 MAX_FORCED = 15

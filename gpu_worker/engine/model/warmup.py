@@ -40,6 +40,7 @@ TARGET_STEP_MS = {"cpu": 4000.0, "cuda": 150.0}
 rows of each would pause for the next.
 """
 NUM_MEASURED = 3
+MANY_TOKENS = 16
 TOKENS_MULTIPLE = 32
 TIMED_TOKENS = {"cpu": 128, "cuda": 2048}
 MAX_TOKENS = {"cpu": 2048, "cuda": 8192}
@@ -105,6 +106,12 @@ def fastest_ms(run: Callable[[], object], device: torch.device) -> float:
         undisturbed_s = min(took_s, max(took_s - delay_s, cpu_s / torch.get_num_threads()))
         times.append(undisturbed_s if device.type == "cpu" else took_s)
     return min(times) * 1e3
+
+
+def measure_steps(work: Callable[[int], Callable[[], object]], device: torch.device) -> tuple[float, float]:
+    """ms of a step of one token, and of each token more; `work` returns what runs a step of so many."""
+    one_ms, many_ms = (fastest_ms(work(tokens), device) for tokens in (1, MANY_TOKENS))
+    return one_ms, max(0.0, many_ms - one_ms) / (MANY_TOKENS - 1)
 
 
 def run_largest_step(loaded: LoadedModel, tokens: int, rows: int) -> None:

@@ -29,7 +29,7 @@ from common.rank import RankInfo
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.attention.backend import AttentionSpec, LayerSpec
 from gpu_worker.engine.attention.choose import check_probe
-from gpu_worker.engine.drafting.proposers import measure_steps
+from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.load import check_same, describe_model
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.rendezvous import Member, RankLinks, RankLost, RendezvousFailed, connect_ranks
@@ -139,8 +139,8 @@ def test_rows_sample_as_on_one_rank(
     """Sampled with seeds and penalties, with log-probabilities; with proposals; and greedy with both.
     Proposals are cheap, whatever rank 0 has measured.
     """
-    cheap = "gpu_worker.engine.engine.measure_steps", lambda work: (measure_steps(work), (1.0, 0.01))[1]
-    monkeypatch.setattr(*cheap)
+    measure = warmup.measure_steps
+    monkeypatch.setattr(warmup, "measure_steps", lambda *work: (measure(*work), (1.0, 0.01))[1])
     sampled = SamplingParams(temperature=1.0, top_p=0.95, seed=7, repetition_penalty=1.1)
 
     def run(engine: Any) -> list[Player]:
