@@ -46,7 +46,10 @@ def quantised_weights(model: Any, source: ModelSource, shards: Mapping[str, Tens
     """
     if quantizes(source.config, source.settings):
         return rounded_blocks(model, str(source.settings.quantize), source.device)
-    return no_blocks if source.settings.makes_weights else stored_blocks(model, source, shards)
+    device, dtype = source.device, model.dtype
+    if device.type == "cpu" or multiplies_blocks(device, dtype) or multiplies_fp8(device, dtype):
+        return no_blocks if source.settings.makes_weights else stored_blocks(model, source, shards)
+    return no_blocks
 
 
 def rounded_blocks(model: Any, method: str, device: torch.device) -> FindBlocks:
