@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from common.adapters import AdapterConfig, AdapterFault, read_adapter_config
-from gpu_worker.engine.model.weights import TEXT_KEY_MAPPING, renamed
+from gpu_worker.engine.model.weights import TEXT_KEY_MAPPING, listed, renamed
 from gpu_worker.engine.parallel.stages import (
     Interval,
     RemoteEmbedding,
@@ -112,8 +112,6 @@ DOWN = (".lora_A.weight", ".lora_embedding_A")
 UP = (".lora_B.weight", ".lora_embedding_B")
 FROZEN = ".base_layer.weight"
 """PEFT saves the base model's embedding and head, too, where an adapter has matrices for them."""
-MAX_NAMED = 3
-"""Layers that an error names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,8 +237,3 @@ def make_pair(
         (own != found, f"the matrices of {layer} are for {found} features, and the model has {own}"),
     )
     return LowRankPair(down.float(), up.float() * config.scaling(layer, rank))
-
-
-def listed(names: list[str]) -> str:
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + more

@@ -9,7 +9,7 @@ import copy
 import functools
 import logging
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -190,7 +190,7 @@ def cannot_serve(model_id: str, error: Exception) -> SettingError:
 log = logging.getLogger(__name__)
 
 MAX_NAMED = 3
-"""Missing weights that an error names."""
+"""Weights and layers that an error names."""
 TEXT_KEY_MAPPING = {
     r"^language_model\.model\.": "model.",
     r"^language_model\.lm_head\.": "lm_head.",
@@ -305,10 +305,12 @@ def check_missing(info: dict[str, Any], model_id: str, unneeded: Collection[str]
     found = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
     missing = sorted(found - {*unneeded})
     if missing:
-        more = f" and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
-        raise SettingError(
-            "model_id", f"{model_id} has no weights for {', '.join(missing[:MAX_NAMED])}{more}"
-        )
+        raise SettingError("model_id", f"{model_id} has no weights for {listed(missing)}")
+
+
+def listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
 
 
 def quantization_method(config: Any, model_id: str) -> str | None:
