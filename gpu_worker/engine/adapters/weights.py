@@ -80,7 +80,9 @@ def find_targets(model: Any, shards: Mapping[str, TensorShards], rank: int) -> d
             dim = (split.dim == 1) == is_embedding  # the weights of an embedding are [ids, features]
             sizes[dim] = whole = split.packed * split.intervals[-1][1]
             own[dim] = intervals_of(split, whole, rank)
-        targets[name] = LoraTarget(name, module, *sizes, *own, is_embedding, module is head)
+        targets[name] = LoraTarget(
+            name, module, sizes[0], sizes[1], own[0], own[1], is_embedding, module is head
+        )
     return targets
 
 
