@@ -75,8 +75,8 @@ class Writing:
     """How calls are written, by a model of which a grammar forces them, or of which they are read.
 
     In `call`, `$name` is the function's name, and `$id` that with the call's number, as Kimi has it. The
-    arguments are `$arguments` as a JSON object, `$arguments_with_name` as one that has the function's name,
-    too, `$parameters` and `$pairs` between tags, `$keywords` as in Python. `$call_id` is only read.
+    arguments are `$arguments` as a JSON object, `$parameters` and `$pairs` between tags, `$keywords` as in
+    Python. `$call_id` is only read.
 
     Attributes:
         mark: after this text, wherever it stands, calls follow; "" if they can only begin an answer.
@@ -85,7 +85,6 @@ class Writing:
         between: what stands between two calls; None if there may be only one.
         close: what stands after the last call.
         needs: marks that must be special tokens; with others the model writes calls in another way.
-        may_open: a special token that may stand before all.
     """
 
     mark: str
@@ -94,7 +93,6 @@ class Writing:
     between: str | None
     close: str = ""
     needs: tuple[str, ...] = ()
-    may_open: str = ""
 
     @property
     def separator(self) -> str:
@@ -163,7 +161,6 @@ class ArgumentTags(NamedTuple):
 
 PARAMETER = ArgumentTags("<parameter=", ">", "", "</parameter>", "\n", frozenset(["string"]))
 PAIR = ArgumentTags("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-TGI_NAME = "_name"
 FUNCTIONS = "functions."
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -232,6 +229,8 @@ def section(marks: Sequence[str], call: str, between: str = "") -> Writing:
 KIMI_CALLS = section(KIMI, "$id|$arguments")
 V3_CALLS = section(DEEPSEEK, "function|$name\n```json\n$arguments\n```", "\n")
 V31_CALLS = section(DEEPSEEK, "$name|$arguments")
+LLAMA_KEYS = ("name", "parameters")
+LLAMA_CALLS = Writing("", "", '{"name": "$name", "parameters": $arguments}', "; ")
 CALL_FORMATS = {
     form.name: form
     for form in (
@@ -304,22 +303,16 @@ CALL_FORMATS = {
         CallFormat(
             "llama3_json",
             (PYTHON_TAG,),
-            (Writing("", "", '{"name": "$name", "parameters": $arguments}', "; ", may_open=PYTHON_TAG),),
+            (LLAMA_CALLS, replace(LLAMA_CALLS, mark=PYTHON_TAG)),
             (('"parameters": ', "ipython"),),
             unmarked="{",
-            keys=("name", "parameters"),
+            keys=LLAMA_KEYS,
         ),
-        CallFormat(
-            "tgi",
-            (),
-            (Writing("", "", '{"function": $arguments_with_name}', None),),
-            unmarked="{",
-            keys=("function",),
-        ),
+        CallFormat("tgi", (), (replace(LLAMA_CALLS, between=None),), unmarked="{", keys=LLAMA_KEYS),
     )
 }
 """By name; a model's format is the first whose signs it shows. vLLM has neither `lfm2` nor `tgi`: this is for
-models without a format of their own.
+models without a format of their own, which TGI's prompt asks for such objects.
 """
 CALL_FORMAT_ALIASES = {
     "qwen3_xml": "qwen3_coder",

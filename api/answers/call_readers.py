@@ -21,7 +21,6 @@ from api.answers.call_formats import (
     PAIR,
     PARAMETER,
     START,
-    TGI_NAME,
     ArgumentTags,
     CallFormat,
     ReasoningFormat,
@@ -65,7 +64,7 @@ def read_calls(form: CallFormat, scanner: Scanner) -> Scan:
         return
     if form.begins_lines:
         scanner.names = {tool.name for tool in scanner.tools} or None
-    marks = {mark for one in form.writings for mark in (one.mark, one.may_open) if mark}
+    marks = {one.mark for one in form.writings if one.mark}
     scanner.begin_mark()
     yield from scanner.skip()
     is_marked = False
@@ -248,27 +247,6 @@ def add_whole_call(scanner: Scanner, name: str, arguments: str) -> bool:
     return True
 
 
-def read_with_name(scanner: Scanner, _name: str, _ends: Sequence[str]) -> Waiting:
-    """Read arguments that have the function's name among them: as they come, if it is the first."""
-    yield from scanner.skip()
-    start = scanner.position
-    if (yield from scanner.literal("{")) and (yield from read_key(scanner)) == TGI_NAME:
-        name = yield from read_name(scanner)
-        if name and may_call(scanner, name) and (yield from read_text(scanner, ",")):
-            yield from scanner.skip()
-            scanner.start_call(name)
-            scanner.add_arguments("{")
-            return (yield from read_value(scanner, scanner.add_arguments, depth=1))
-    scanner.position = start
-    pieces: list[str] = []
-    yield from read_value(scanner, pieces.append)
-    arguments = loads("".join(pieces))
-    name = arguments.pop(TGI_NAME, None) if isinstance(arguments, dict) else None
-    if not isinstance(name, str) or not may_call(scanner, name):
-        return False
-    return add_whole_call(scanner, name, json.dumps(arguments))
-
-
 # --- Python -------------------------------------------------------------------------------------------------
 
 
@@ -434,7 +412,6 @@ def read_call_id(scanner: Scanner, _name: str, _ends: Sequence[str]) -> Waiting:
 
 READERS: Mapping[str, Callable[[Scanner, str, Sequence[str]], Waiting]] = {
     "$arguments": read_arguments,
-    "$arguments_with_name": read_with_name,
     "$keywords": read_keywords,
     "$parameters": partial(read_tagged, PARAMETER),
     "$pairs": partial(read_tagged, PAIR),

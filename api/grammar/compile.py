@@ -1,7 +1,9 @@
 """Grammar: what an answer must look like, from a client's words to llguidance's form.
 
-`read.py` reads it from a request. Here it is compiled and checked: what cannot be served is refused before it
-is queued. `force.py` adds calls and thinking. Workers compile llguidance's form for their model's vocabulary.
+It is read from the fields of a request: OpenAI's and TGI's `response_format`, TGI's `grammar`, vLLM's
+`structured_outputs` and `guided_*`, and structural tags. Then it is compiled and checked: what cannot be
+served is refused before it is queued. `force.py` adds calls and thinking. Workers compile llguidance's form
+for their model's vocabulary.
 
 The compiler runs in a process of its own: a client's grammar may need any amount of stack, memory and time.
 Beyond the limits it ends that process, and is refused; the gateway goes on.
@@ -16,22 +18,22 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import llguidance
 import setproctitle
 
-from api.errors import ApiError, cut, internal_error, invalid
+from api.errors import ApiError, cut, internal_error, invalid, quoted
 from api.grammar.lark import WHITESPACE, Lark, SpecialIds, enforced, literal, to_lark
+from api.json import parse_text
 from api.prompts.tokenizer import ModelTokenizer
 
-Result = TypeVar("Result")
 STACK_BYTES = 64 * 2**20
 """With it some 4,000 definitions of objects, or 20,000 rules, may lead from one to the next."""
 MEMORY_BYTES = 2**30
@@ -41,6 +43,8 @@ LIMITS = f"{CPU_S} s, {MEMORY_BYTES >> 20} MiB of memory or {STACK_BYTES >> 20} 
 MAX_GRAMMAR_BYTES = 256 * 1024
 ANY_OBJECT = '{"type": "object"}'
 COMPILED = "compiled"
+BYTES = llguidance.LLTokenizer("byte")
+"""llguidance's tokenizer of single bytes: what is too complex for it is too complex for a model's."""
 NUM_TRIED = 32
 """How many tokens of a text are tried: usually they take a millisecond, at most half a second."""
 ALLOWED_BIAS = 200
@@ -49,6 +53,9 @@ NO_TEXT = "NoExtensionBias"
 """llguidance's error for a grammar that no text satisfies."""
 MAX_FORCED = 8192
 """How many bytes may be forced at once: the engine tokenizes all of them at each step."""
+WITHOUT_EFFECT = ("disable_fallback", "disable_any_whitespace", "_backend", "_backend_was_auto")
+PATTERN = "whitespace_pattern"
+RESPONSE_FORMATS = ("text", "json_object", "json_schema", "json", "regex", "structural_tag")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +64,7 @@ class Grammar:
 
     Attributes:
         kind: `json` (a JSON schema), `regex`, `choice` (a JSON list of strings), `grammar` (Lark or GBNF),
-            `structural_tag` (its format as JSON), `compiled` (llguidance's own form).
+            `structural_tag` (its format as JSON, or the older form), `compiled` (llguidance's own form).
         text: the grammar.
         field: the request's field that has it.
         whitespace: a regex for white space in JSON.
@@ -71,6 +78,138 @@ class Grammar:
     closed: bool = False
 
 
+# --- fields of bodies ---------------------------------------------------------------------------------------
+
+
+def read_grammar(fields: Mapping[str, Any], whitespace: str | None) -> Grammar | None:
+    """The grammar of a body of OpenAI's routes; None if it has none. Raises ApiError, also for two of them.
+
+    Args:
+        fields: those of FIELDS; None for one that is not given.
+        whitespace: vLLM's `guided_whitespace_pattern`.
+    """
+    read = {name: reader(fields[name], name) for name, reader in FIELDS.items() if fields[name] is not None}
+    given = {name: grammar for name, grammar in read.items() if grammar is not None}
+    if len(given) > 1:
+        first, second, *_ = given
+        raise invalid(f"`{first}` and `{second}` exclude each other", second)
+    return with_whitespace(next(iter(given.values()), None), whitespace, "guided_whitespace_pattern")
+
+
+def read_response_format(value: Mapping[str, Any], field: str = "response_format") -> Grammar | None:
+    """The grammar of `{"type": …}`; None for text. OpenAI puts the schema under `json_schema`, TGI under
+    `value`. Objects are closed with OpenAI's `strict`, and in TGI's shape, as there. Raises ApiError.
+    """
+    match type_of(value, RESPONSE_FORMATS, field):
+        case "json_object" | "json" if value.get("value") is not None:
+            return read_schema(value["value"], f"{field}.value", closed=True)
+        case "json_object" | "json":
+            return Grammar("json", ANY_OBJECT, field)
+        case "json_schema":
+            name = "json_schema" if "json_schema" in value else "value"
+            return read_named_schema(value.get(name), f"{field}.{name}", closed=name == "value")
+        case "regex":
+            return KINDS["regex"](value.get("value"), f"{field}.value")
+        case "structural_tag":
+            return KINDS["structural_tag"](value, field)
+        case _:
+            return None
+
+
+def read_structured_outputs(value: Mapping[str, Any], field: str = "structured_outputs") -> Grammar | None:
+    """The grammar of vLLM's `structured_outputs`, which has one of KINDS. Raises ApiError."""
+    given = {name: value[name] for name in KINDS if value.get(name) not in (None, False)}
+    for name, item in value.items():
+        if name not in (*KINDS, *WITHOUT_EFFECT, PATTERN) and item:
+            raise invalid(f"`{field}.{cut(name)}` is not supported yet")
+    if len(given) != 1:
+        raise invalid(f"`{field}` must have one of {', '.join(KINDS)}. Given: {len(given)}")
+    [(name, item)] = given.items()
+    return with_whitespace(KINDS[name](item, f"{field}.{name}"), value.get(PATTERN), f"{field}.{PATTERN}")
+
+
+def with_whitespace(grammar: Grammar | None, pattern: Any, field: str) -> Grammar | None:
+    """The grammar with a pattern, if one is given, for the white space of its JSON. Raises ApiError."""
+    return replace(grammar, whitespace=text(pattern, field)) if grammar and pattern else grammar
+
+
+# --- one kind of grammar ------------------------------------------------------------------------------------
+
+
+def read_named_schema(value: Any, field: str, closed: bool = False) -> Grammar:
+    """OpenAI's object with a `schema` and a name. Raises ApiError."""
+    is_strict = bool(an_object(value, field).get("strict"))
+    return read_schema(value.get("schema"), f"{field}.schema", closed=closed or is_strict)
+
+
+def read_schema(value: Any, field: str, closed: bool = False) -> Grammar:
+    """A JSON schema, given as an object or as its text. Raises ApiError."""
+    return Grammar("json", json.dumps(an_object(as_json(value, field), field)), field, closed=closed)
+
+
+def read_structural_tag(value: Any, field: str) -> Grammar:
+    """A structural tag, given as an object or as its text. The older form has no `format`."""
+    tag = an_object(as_json(value, field), field)
+    return Grammar("structural_tag", json.dumps(tag.get("format", tag)), field)
+
+
+def read_choice(value: Any, field: str) -> Grammar:
+    """A list of texts. Raises ApiError."""
+    return Grammar("choice", json.dumps([text(one, field) for one in a_list(value, field)]), field)
+
+
+def as_json(value: Any, field: str) -> Any:
+    """A value that may be given as its JSON text. Raises ApiError."""
+    try:
+        return parse_text(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise invalid(f"`{field}` is not JSON that can be read: {cut(str(error))}") from error
+
+
+# --- checks of values ---------------------------------------------------------------------------------------
+
+
+def must_be(words: str, is_right: Callable[[Any], bool], value: Any, place: str) -> Any:
+    """The value of a field, None if it is not given, which must be so. Raises ApiError."""
+    if not is_right(value):
+        raise invalid(f"`{place}` must be {words}")
+    return value
+
+
+an_object = partial(must_be, "an object", lambda value: isinstance(value, dict))
+text = partial(must_be, "a text that is not empty", lambda value: isinstance(value, str) and value != "")
+a_list = partial(must_be, "a list that is not empty", lambda value: isinstance(value, list) and value != [])
+
+
+def type_of(value: Any, kinds: Collection[str], place: str) -> str:
+    """The `type` of an object, which is one of these. Raises ApiError."""
+    kind = an_object(value, place).get("type")
+    if not isinstance(kind, str) or kind not in kinds:
+        place = f"{place}.type"
+        raise invalid(f"`{place}` must be one of {', '.join(kinds)}. Given: {quoted(kind)}")
+    return kind
+
+
+KINDS: Mapping[str, Callable[[Any, str], Grammar]] = {
+    "json": read_schema,
+    "regex": lambda value, field: Grammar("regex", text(value, field), field),
+    "choice": read_choice,
+    "grammar": lambda value, field: Grammar("grammar", text(value, field), field),
+    "json_object": lambda value, field: Grammar("json", ANY_OBJECT, field),
+    "structural_tag": read_structural_tag,
+}
+"""Kinds of `structured_outputs`, of which it has one → their readers."""
+FIELDS: Mapping[str, Callable[[Any, str], Grammar | None]] = {
+    **{f"guided_{kind}": KINDS[kind] for kind in ("json", "regex", "choice", "grammar")},
+    "response_format": read_response_format,
+    "structured_outputs": read_structured_outputs,
+}
+"""Fields of OpenAI's routes that give a grammar → their readers."""
+
+
+# --- compile ------------------------------------------------------------------------------------------------
+
+
 async def compile_grammar(grammar: Grammar, tokenizer: ModelTokenizer | None = None) -> str:
     """Compile a grammar apart, and check it. Raises ApiError (422) with the cause.
 
@@ -78,13 +217,17 @@ async def compile_grammar(grammar: Grammar, tokenizer: ModelTokenizer | None = N
     """
     if grammar.kind == COMPILED:
         return grammar.text
-    if (size := len(grammar.text)) > MAX_GRAMMAR_BYTES:
-        words = f"must have at most {MAX_GRAMMAR_BYTES} characters. Given: {size}"
-        raise invalid(f"`{grammar.field}` {words}")
+    check_size(grammar.field, grammar.text)
     special_ids: SpecialIds = ()
     if tokenizer is not None and grammar.kind == "structural_tag":
         special_ids = tuple(tokenizer.special_tokens.items())
     return await run_apart(grammar.field, compile_checked, grammar, special_ids)
+
+
+def check_size(field: str, text: str) -> None:
+    """Raises ApiError for a text that is too long to be compiled."""
+    if len(text) > MAX_GRAMMAR_BYTES:
+        raise invalid(f"`{field}` must have at most {MAX_GRAMMAR_BYTES} characters. Given: {len(text)}")
 
 
 @functools.lru_cache(maxsize=256)
@@ -94,7 +237,7 @@ def compile_checked(grammar: Grammar, special_ids: SpecialIds = ()) -> str:
     Args:
         special_ids: the model's special tokens, which tags may be.
     """
-    return checked(grammar.field, functools.partial(compile_unchecked, grammar), special_ids)
+    return checked(grammar.field, partial(compile_unchecked, grammar), special_ids)
 
 
 def compile_unchecked(grammar: Grammar, special_ids: SpecialIds = ()) -> str:
@@ -117,12 +260,6 @@ def compile_unchecked(grammar: Grammar, special_ids: SpecialIds = ()) -> str:
 # --- checks -------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def byte_tokenizer() -> llguidance.LLTokenizer:
-    """llguidance's tokenizer of single bytes: what is too complex for it is too complex for a model's."""
-    return llguidance.LLTokenizer("byte")
-
-
 def checked(field: str, source: Callable[[SpecialIds], str], special_ids: SpecialIds) -> str:
     """A grammar with the model's special tokens; it is checked with their texts. Raises ApiError (422).
 
@@ -142,11 +279,10 @@ def find_error(source: str) -> str:
     """Why a grammar without special tokens cannot be served; "" if it can, as far as the beginning of
     one of its texts shows.
     """
-    tokenizer, num_tried = byte_tokenizer(), 0
-    matcher = llguidance.LLMatcher(tokenizer, source, log_level=0)
+    matcher, num_tried = llguidance.LLMatcher(BYTES, source, log_level=0), 0
     is_compiled = not matcher.is_error()
     while not matcher.is_stopped() and num_tried < NUM_TRIED:  # an error stops it, too
-        token = matcher.compute_logit_bias().rfind(ALLOWED_BIAS, 0, tokenizer.eos_token)
+        token = matcher.compute_logit_bias().rfind(ALLOWED_BIAS, 0, BYTES.eos_token)
         if token < 0 or not matcher.consume_token(token):
             break
         if len(matcher.compute_ff_tokens()) > MAX_FORCED:
@@ -182,64 +318,58 @@ def start() -> tuple["subprocess.Popen[bytes]", Connection]:
 
 
 @functools.lru_cache(maxsize=256)
-def outcome(field: str, work: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]:
-    """Whether `work` has a result, and the result; else text and field of its ApiError."""
+def outcome(field: str, work: Callable[..., str], args: tuple[Any, ...]) -> str | tuple[str, str | None]:
+    """What `work` returns, or text and field of its ApiError."""
     if start()[0].poll() is not None:
         start.cache_clear()
     process, connection = start()
     try:
         connection.send((work, args))
-        answer: tuple[bool, Any] = connection.recv()
+        answer: str | tuple[str, str | None] = connection.recv()
     except (EOFError, OSError):
         connection.close()
         if (status := process.wait()) >= 0:  # not by a signal
             raise internal_error(f"The compiler of grammars has failed with status {status}") from None
         error = cannot_compile(field, f"it takes more than {LIMITS}")
-        return False, (error.text, field)
+        return error.text, field
     return answer
 
 
-async def run_apart(field: str, work: Callable[..., Result], *args: Any) -> Result:
+async def run_apart(field: str, work: Callable[..., str], *args: Any) -> str:
     """The result of `work`, a function of a module. Raises its ApiError, and one (422) with the name of the
     field if it takes more than LIMITS.
     """
-    loop = asyncio.get_running_loop()
-    has_result, found = await loop.run_in_executor(CALLER, outcome, field, work, args)
-    if not has_result:
-        raise invalid(*found)
-    result: Result = found
-    return result
-
-
-def answer_calls(connection: Connection) -> None:
-    """Answer calls until the gateway ends."""
-    while True:
-        try:
-            work, args = connection.recv()
-        except EOFError:
-            return
-        used_s = resource.getrusage(resource.RUSAGE_SELF)
-        limit_s = int(used_s.ru_utime + used_s.ru_stime) + 1 + CPU_S
-        resource.setrlimit(resource.RLIMIT_CPU, (limit_s, resource.getrlimit(resource.RLIMIT_CPU)[1]))
-        try:
-            answer = True, work(*args)
-        except ApiError as error:
-            answer = False, (error.text, error.param)
-        except (MemoryError, RecursionError):
-            os.abort()
-        connection.send(answer)
+    found = await asyncio.get_running_loop().run_in_executor(CALLER, outcome, field, work, args)
+    if isinstance(found, str):
+        return found
+    raise invalid(*found)
 
 
 def main(fd: int) -> None:
-    """Compile for the gateway at the other end of a pipe."""
+    """Compile for the gateway at the other end of a pipe, until it ends."""
     setproctitle.setproctitle("tokenfleet grammars")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway's end is ours
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    connection = Connection(fd)
+    set_limit(resource.RLIMIT_CORE, 0)
+    set_limit(resource.RLIMIT_STACK, STACK_BYTES)
+    set_limit(resource.RLIMIT_AS, MEMORY_BYTES)
+    with contextlib.suppress(OSError):
         # before the gateway, where a container's memory ends first
         Path("/proc/self/oom_score_adj").write_text("1000")
-    threading.stack_size(STACK_BYTES)
-    thread = threading.Thread(target=answer_calls, args=(Connection(fd),))
-    thread.start()
-    thread.join()
+    with contextlib.suppress(EOFError):
+        while True:
+            work, args = connection.recv()
+            used_s = resource.getrusage(resource.RUSAGE_SELF)
+            set_limit(resource.RLIMIT_CPU, int(used_s.ru_utime + used_s.ru_stime) + 1 + CPU_S)
+            try:
+                connection.send(work(*args))
+            except ApiError as error:
+                connection.send((error.text, error.param))
+            except (MemoryError, RecursionError):
+                os.abort()
+
+
+def set_limit(kind: int, most: int) -> None:
+    """Limit this process, as far as the system lets it."""
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(kind, (most, resource.getrlimit(kind)[1]))

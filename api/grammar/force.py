@@ -20,18 +20,17 @@ from api.answers.call_formats import (
     PAIR,
     PARAMETER,
     START,
-    TGI_NAME,
     ArgumentTags,
     CallFormat,
     ReasoningFormat,
 )
 from api.answers.call_readers import resolve_reference, types_of
 from api.answers.scanner import NO_NAME, Tool
-from api.errors import ApiError, invalid
+from api.errors import ApiError
 from api.grammar.compile import (
-    MAX_GRAMMAR_BYTES,
     Grammar,
     cannot_compile,
+    check_size,
     checked,
     compile_checked,
     run_apart,
@@ -40,15 +39,15 @@ from api.grammar.lark import TEXT, Lark, SpecialIds, enforced, literal, one_of, 
 
 LINES = r"/\n{0,2}/"
 """White space between thinking and what follows it."""
-DEFINITIONS = ("$defs", "definitions")
-BESIDE_REFERENCE = {"$ref", "type", *DEFINITIONS, "title", "description", "$schema", "$id", "$comment"}
+SHARED = ("$defs", "definitions", "x-guidance")
+"""Keywords that the parts of a schema have from the whole."""
+BESIDE_REFERENCE = {"$ref", "type", *SHARED, "title", "description", "$schema", "$id", "$comment"}
 """Keywords beside which a reference says all of a schema."""
-WHOLE_OBJECT = (
+UNHELD = (
     *("anyOf", "oneOf", "allOf", "$ref", "enum", "const", "patternProperties"),
-    *("minProperties", "maxProperties"),
+    *("minProperties", "maxProperties", "pattern", "format", "minLength", "maxLength"),
 )
-"""Keywords that say something of an object as a whole, not of one property."""
-TEXT_KEYWORDS = ("pattern", "format", "minLength", "maxLength")
+"""Keywords of an object or a text to which calls of single arguments cannot be held."""
 PYTHON_NAME = re.compile(f"[^\\s{re.escape(NO_NAME)}]+")
 ForcedTools = Sequence[tuple[Tool, Mapping[str, Any]]]
 """What a model may call: each function, and the schema that is forced of its arguments."""
@@ -74,8 +73,7 @@ async def call_grammar(
     """
     must = is_required or any(tool.strict for tool in tools)  # whether a client relies on valid calls
     key = json.dumps([[tool.name, tool.parameters, tool.strict] for tool in tools])
-    if len(key) > MAX_GRAMMAR_BYTES:
-        raise invalid(f"`tools` must have at most {MAX_GRAMMAR_BYTES} characters. Given: {len(key)}")
+    check_size("tools", key)
     ids = tuple((mark, special_ids[mark]) for mark in form.marks if mark in special_ids)
     if not must and not form.writing(special_ids).mark:
         return ""  # nothing says where free text ends and a call begins
@@ -90,9 +88,8 @@ async def call_grammar(
 def compile_calls(name: str, key: str, special_ids: SpecialIds, is_required: bool, is_parallel: bool) -> str:
     form, tools = CALL_FORMATS[name], [Tool(*fields) for fields in json.loads(key)]
     forced = [(tool, forced_schema(tool)) for tool in tools]
-    field = field_of(tools[0]) if len(tools) == 1 else "tools"
     return checked(
-        field, lambda ids: call_source(form, Lark(ids), forced, is_required, is_parallel), special_ids
+        "tools", lambda ids: call_source(form, Lark(ids), forced, is_required, is_parallel), special_ids
     )
 
 
@@ -111,16 +108,14 @@ def answer_source(
         prompt: at least its end.
     """
     lark = Lark(special_ids)
-    thinking = thinking_rule(lark, reasoning, prompt)
     is_harmony = form is not None and form.name == HARMONY
-    if not thinking and not (calls and text) and not (text and is_harmony):
+    thinking = asides(lark, "analysis") if is_harmony else thinking_rule(lark, reasoning, prompt)
+    if not thinking and not (calls and text):
         return calls or text
     found = [lark.nest(calls, "calls")] if calls else []
     if text:
         answer = lark.nest(text, "text")
-        found.append(
-            f"({aside(lark, ['analysis'])})* {message_of(lark, ['final'], answer)}" if is_harmony else answer
-        )
+        found.append(message_of(lark, ["final"], answer) if is_harmony else answer)
     return lark.source(f"{thinking} {one_of(found)}")
 
 
@@ -150,8 +145,6 @@ def call_source(
     several = is_parallel and writing.between is not None
     calls = f"{one} ({lark.marked(writing.between or '')} {one})*" if several else one
     rest = f"{lark.marked(writing.open)} {calls} {lark.marked(writing.close)}"
-    if writing.may_open in lark.special_ids:
-        rest = f"({lark.marked(writing.may_open)})? {rest}"
     if is_required:
         return lark.source(f"{lark.marked(writing.mark)} {rest}")
     if not writing.mark:
@@ -163,18 +156,17 @@ def call_source(
 
 
 def harmony_answer(lark: Lark, form: CallFormat, forced: ForcedTools, is_required: bool) -> str:
-    """Analysis, then a call; where none is required also preambles, and the answer ends in any message."""
-    calls = [call_of(lark, one.call, tool, schema) for one in form.writings for tool, schema in forced]
+    """A call; where none is required also preambles before it, and the answer ends in any message."""
+    calls = one_of(call_of(lark, one.call, tool, schema) for one in form.writings for tool, schema in forced)
     if is_required:
-        return f"({aside(lark, ['analysis'])})* {one_of(calls)}"
-    asides = ["analysis", "commentary"]
-    last = [message_of(lark, asides, TEXT), message_of(lark, ["final"], TEXT)]
-    return f"({aside(lark, asides)})* {one_of([*calls, *last])}"
+        return calls
+    last = message_of(lark, ["analysis", "commentary", "final"], TEXT)
+    return f"{asides(lark, 'analysis', 'commentary')} {one_of([calls, last])}"
 
 
-def aside(lark: Lark, channels: Sequence[str]) -> str:
-    """A message of Harmony that is no answer, and the beginning of the next one."""
-    return f"{message_of(lark, channels, lark.until(ENDS[0]))} {lark.marked(f'{START}assistant')}"
+def asides(lark: Lark, *channels: str) -> str:
+    """Messages of Harmony that are no answer, and the beginning of the next one."""
+    return f"({message_of(lark, channels, lark.until(ENDS[0]))} {lark.marked(f'{START}assistant')})*"
 
 
 def message_of(lark: Lark, channels: Sequence[str], content: str) -> str:
@@ -190,16 +182,6 @@ def call_of(lark: Lark, text: str, tool: Tool, schema: Mapping[str, Any]) -> str
     return " ".join(
         PARTS[piece](lark, tool, schema) if i % 2 else lark.marked(piece) for i, piece in enumerate(pieces)
     )
-
-
-def with_name(name: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema of arguments that have the function's name among them, as TGI writes it."""
-    named = {TGI_NAME: {"enum": [name]}}  # older drafts have no `const`
-    return {
-        **schema,
-        "properties": {**named, **schema.get("properties", {})},
-        "required": [*named, *schema.get("required", ())],
-    }
 
 
 def tagged_arguments(tags: ArgumentTags, lark: Lark, tool: Tool, schema: Mapping[str, Any]) -> str:
@@ -220,7 +202,7 @@ def tagged_value(lark: Lark, tool: Tool, schema: Mapping[str, Any], end: str) ->
         return f"{one_of(map(literal, words))} {lark.marked(end)}"
     if types_of(schema, schema) != {"string"}:
         return f"{lark.json(schema)} {lark.marked(end)}"
-    check_keywords(tool, schema, TEXT_KEYWORDS)
+    check_keywords(tool, schema)
     return lark.until(end)
 
 
@@ -241,7 +223,6 @@ def keyword_arguments(lark: Lark, tool: Tool, schema: Mapping[str, Any]) -> str:
 
 PARTS: Mapping[str, Callable[[Lark, Tool, Mapping[str, Any]], str]] = {
     "arguments": lambda lark, tool, schema: lark.json(schema),
-    "arguments_with_name": lambda lark, tool, schema: lark.json(with_name(tool.name, schema)),
     "parameters": functools.partial(tagged_arguments, PARAMETER),
     "pairs": functools.partial(tagged_arguments, PAIR),
     "keywords": keyword_arguments,
@@ -277,24 +258,24 @@ def inlined(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     target = resolve_reference(path, schema) if isinstance(path, str) else None
     if not isinstance(target, Mapping) or not {*schema} <= BESIDE_REFERENCE:
         return schema
-    return {name: schema[name] for name in DEFINITIONS if name in schema} | dict(target)
+    return {name: schema[name] for name in SHARED if name in schema} | dict(target)
 
 
 def properties_of(tool: Tool, schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], bool]]:
     """(name, schema, whether it is required) of each argument. A schema stands alone: it has the definitions
     to which it may refer, and the white space of the whole.
     """
-    check_keywords(tool, schema, WHOLE_OBJECT)
-    shared = {name: schema[name] for name in (*DEFINITIONS, "x-guidance") if name in schema}
+    check_keywords(tool, schema)
+    shared = {name: schema[name] for name in SHARED if name in schema}
     properties, required = schema.get("properties") or {}, schema.get("required") or ()
     for name in dict.fromkeys([*properties, *required]):
         part = properties.get(name)
-        yield name, {**shared, **(part if isinstance(part, Mapping) else {})}, name in required
+        yield name, inlined({**shared, **(part if isinstance(part, Mapping) else {})}), name in required
 
 
-def check_keywords(tool: Tool, schema: Mapping[str, Any], keywords: Sequence[str]) -> None:
+def check_keywords(tool: Tool, schema: Mapping[str, Any]) -> None:
     """Raises ApiError for a strict function whose schema has a keyword that its calls cannot be held to."""
-    for keyword in keywords:
+    for keyword in UNHELD:
         if tool.strict and keyword in schema:
             raise unsupported(tool, keyword)
 

@@ -10,12 +10,17 @@ from typing import Any
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 
-from api.errors import quoted
+from api.errors import cut, quoted
 
 SpecialIds = Mapping[str, int] | tuple[tuple[str, int], ...]
 """Special tokens: their ids by their texts."""
-Format = Mapping[str, Any]
-"""A part of a structural tag, as it was read: its `type`, and the value of each field of this type."""
+FIELDS = (
+    *("type", "value", "pattern", "grammar", "json_schema", "elements", "begin", "content", "end"),
+    *("triggers", "tags", "at_least_one", "stop_after_first", "structures", "schema"),
+)
+"""Fields of formats and tags; the last two are those of the older form, in place of `tags` and `content`."""
+DEFAULTS: Sequence[Any] = (None, False, [], "json")
+"""Values that xgrammar's classes write into other fields, which are not set."""
 Following = Sequence[str] | None
 """What follows a format, and belongs to its expression: one of these texts; nothing at the end of the whole;
 None where it is another format's, so that free text has no end.
@@ -111,28 +116,30 @@ class Lark:
 
     # --- formats of structural tags -------------------------------------------------------------------------
 
-    def format(self, form: Format, after: Following) -> str:
-        """A format, and the text that follows it. Raises ValueError."""
-        match form["type"]:
-            case "sequence":
-                *first, last = form["elements"]
+    def format(self, form: Any, after: Following) -> str:
+        """A format, and the text that follows it. Raises ValueError for one that is not served."""
+        check_fields(form)
+        match form:
+            case {"type": "sequence", "elements": [*first, last]}:
                 return " ".join([*(self.format(one, None) for one in first), self.format(last, after)])
-            case "or":
-                return one_of(self.format(one, after) for one in form["elements"])
-            case "tag":
-                return f"{self.marked(form['begin'])} {self.content(form, after)}"
-            case "triggered_tags":
-                return self.triggered(form, after)
-            case "any_text":
+            case {"type": "or", "elements": [_, *_] as elements}:
+                return one_of(self.format(one, after) for one in elements)
+            case {"type": "tag"}:
+                return self.tag(form, after)
+            case {"type": "triggered_tags", "tags": [_, *_] as tags} | {"structures": [_, *_] as tags}:
+                return self.triggered(form, tags, after)
+            case {"type": "any_text"}:
                 return self.text(TEXT, after)
-            case "regex":
-                return self.text(regex(form["pattern"]), after)
-            case "grammar":
-                part = self.nest(to_lark(form["grammar"]))
-            case "json_schema":
-                part = self.json(enforced(form["json_schema"], False, self.whitespace))
+            case {"type": "regex", "pattern": str(pattern)} if pattern:
+                return self.text(regex(pattern), after)
+            case {"type": "grammar", "grammar": str(grammar)}:
+                part = self.nest(to_lark(grammar))
+            case {"type": "json_schema", "json_schema": dict(schema)}:
+                part = self.json(enforced(schema, False, self.whitespace))
+            case {"type": "const_string", "value": str(value)} if value:
+                part = self.marked(value)
             case _:
-                part = self.marked(form["value"])
+                raise ValueError(f"a format of type {quoted(form.get('type'))} is not served: {quoted(form)}")
         return f"{part} {self.any_marked(after or ())}"
 
     def text(self, pattern: str, after: Following) -> str:
@@ -141,30 +148,49 @@ class Lark:
             raise ValueError("free text has no end: it must be the last, or in a tag with an `end`")
         return one_of(self.until(mark, pattern) for mark in after) if after else self.lexeme(pattern)
 
-    def content(self, tag: Format, after: Following) -> str:
-        """What stands after the beginning of a tag. Without an end, it goes on up to what follows."""
-        if not tag["end"]:
-            return self.format(tag["content"], after)
-        return f"{self.format(tag['content'], tag['end'])} {self.any_marked(after or ())}"
+    def tag(self, tag: Mapping[str, Any], after: Following, trigger: str = "") -> str:
+        """A tag without the trigger that it begins with. Without an end, it goes on up to what follows."""
+        ends, rest = texts_of(tag, "end"), tag.get("begin", "").removeprefix(trigger)
+        content = tag.get("content", {"type": "json_schema", "json_schema": tag.get("schema")})
+        inner = f"{self.marked(rest)} {self.format(content, ends or after)}"
+        return f"{inner} {self.any_marked(after or ())}" if ends else inner
 
-    def triggered(self, form: Format, after: Following) -> str:
+    def triggered(self, form: Mapping[str, Any], tags: Sequence[Any], after: Following) -> str:
         """Free text, with tags wherever their triggers come."""
-        stops, tags = form.get("stop_after_first"), []
-        for tag in form["tags"]:
-            found = [one for one in form["triggers"] if tag["begin"].startswith(one)]
+        stops, written = form.get("stop_after_first"), []
+        for tag in tags:
+            check_fields(tag)
+            found = [one for one in texts_of(form, "triggers") if tag.get("begin", "").startswith(one)]
             if not found:
-                raise ValueError(f"`begin` must begin with one of `triggers`. Given: {quoted(tag['begin'])}")
+                raise ValueError(f"`begin` must begin with one of `triggers`. Given: {quoted(tag)}")
             trigger = min(found, key=len)  # which comes first
-            head = self.marked(tag["begin"].removeprefix(trigger))
-            tags.append((trigger, f"{head} {self.content(tag, after if stops or after == () else None)}"))
-        first = one_of(f"{self.marked(trigger)} {tag}" for trigger, tag in tags)
+            written.append((trigger, self.tag(tag, after if stops or after == () else None, trigger)))
+        first = one_of(f"{self.marked(trigger)} {tag}" for trigger, tag in written)
         if form.get("at_least_one") and stops:
             return first
-        later = self.rule(one_of(f"{self.until(trigger)} {tag}" for trigger, tag in tags))
+        later = self.rule(one_of(f"{self.until(trigger)} {tag}" for trigger, tag in written))
         text = self.text(TEXT, after)
         if stops:
             return one_of([later, text])
         return f"{first if form.get('at_least_one') else ''} ({later})* {text}"
+
+
+def check_fields(part: Any) -> None:
+    """Raises ValueError for a part of a structural tag that has a field which is not served."""
+    if not isinstance(part, dict) or not isinstance(part.get("begin", ""), str):
+        raise ValueError(f"a part must be an object, and its `begin` a text. Given: {quoted(part)}")
+    for name, value in part.items():
+        if name not in FIELDS and value not in DEFAULTS:
+            raise ValueError(f"`{cut(name)}` is not supported. Given: {quoted(value)}")
+
+
+def texts_of(part: Mapping[str, Any], name: str) -> list[str]:
+    """The texts in a field, which may have one or several; an empty one is none. Raises ValueError."""
+    value = part.get(name)
+    texts = value if isinstance(value, list) else [value]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"`{name}` must be a text, or a list of texts. Given: {quoted(value)}")
+    return [text for text in texts if text]
 
 
 def literal(text: str) -> str:
@@ -185,8 +211,6 @@ def to_lark(text: str) -> str:
     """A client's grammar, in Lark or GBNF, as Lark. xgrammar's GBNF may escape a dash. Raises ValueError."""
     try:
         return any_to_lark(text if is_lark_syntax(text) else ESCAPED_DASH.sub(r"\1\\x2d", text)) + UNFORCED
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
     except Exception as error:  # the converter has no type of its own for rules that are missing
         raise ValueError(str(error)) from error
 
@@ -201,12 +225,16 @@ def enforced(schema: dict[str, Any], closed: bool, whitespace: str = WHITESPACE)
         closed: objects that list their properties have no others: OpenAI's strict mode and TGI's grammars
             mean that. Where others are allowed, a small model writes them until `max_tokens`.
     """
-    schemas = [*all_schemas(schema)]
+    whole, *parts = schemas = [*all_schemas(schema)]
     for one in schemas:
         if one.get("format") not in FORMATS:
             one.pop("format", None)
     if closed:
-        close_objects(schemas)
+        # what one of several schemas of an object closes, another may require
+        listing = [] if any(map(combines, schemas)) else [part for part in parts if part.get("properties")]
+        for one in [whole, *listing]:
+            if lists_its_names(one) and not combines(one):
+                one["additionalProperties"] = False
     return {**schema, "x-guidance": {"whitespace_pattern": whitespace}}
 
 
@@ -222,18 +250,6 @@ def all_schemas(schema: Any) -> Iterator[dict[str, Any]]:
                 yield from all_schemas([*value.values()])
             elif name not in VALUES:
                 yield from all_schemas(value)
-
-
-def close_objects(schemas: list[dict[str, Any]]) -> None:
-    """Close the whole, and the objects in it if none of the schemas combines its parts: what one part closes,
-    another may require. What satisfies the closed schema satisfies the open one.
-    """
-    whole, *parts = schemas
-    found = [] if combines(whole) else [whole]
-    if not any(map(combines, schemas)):
-        found += filter(lambda part: part.get("properties"), parts)
-    for one in filter(lists_its_names, found):
-        one["additionalProperties"] = False
 
 
 def combines(schema: Mapping[str, Any]) -> bool:

@@ -24,9 +24,8 @@ from api.answers.call_formats import CALL_FORMATS, HARMONY, REASONING_FORMATS
 from api.answers.scanner import Tool
 from api.errors import ApiError, cut, invalid, quoted, refuse
 from api.event_loop import offload
-from api.grammar.compile import COMPILED, Grammar, compile_grammar
+from api.grammar.compile import COMPILED, Grammar, compile_grammar, type_of
 from api.grammar.force import answer_source, call_grammar
-from api.grammar.read import type_of
 from api.json import parse_text
 from api.prompts.chat_template import (
     OWN_VARIABLES,

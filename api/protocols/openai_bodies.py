@@ -12,8 +12,7 @@ from pydantic import Field
 
 from api.answers.answer import HttpAnswer, Rendering
 from api.errors import quoted, refuse
-from api.grammar.compile import Grammar
-from api.grammar.read import FIELDS, read_grammar
+from api.grammar.compile import FIELDS, Grammar, read_grammar
 from api.http.body import UnsupportedFields, reject_unsupported
 from api.prompts.chat_template import Rendered
 from api.protocols.protocol import Context

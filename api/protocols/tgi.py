@@ -19,7 +19,7 @@ from api.answers.answer import HttpAnswer, Rendering
 from api.answers.logprobs import LOGITS, logits_fields, sequence_scores
 from api.errors import ApiError, quoted, refuse, tgi, unavailable
 from api.event_loop import Pace, offload
-from api.grammar.read import read_response_format
+from api.grammar.compile import read_response_format
 from api.http.auth import key_of
 from api.http.body import parse_body, reject_unsupported, warn_of_unknown
 from api.http.openapi import (

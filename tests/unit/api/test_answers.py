@@ -287,16 +287,16 @@ ANSWERS: dict[str, tuple[Reading, Mapping[str, Answer]]] = {
     "tgi": (
         Reading(CALL_FORMATS["tgi"]),
         {
-            '{"function": {"_name": "weather", "city": "Oslo", "days": 3}}': Answer(
+            '{"name": "weather", "parameters": {"city": "Oslo", "days": 3}}': Answer(
                 calls=[("weather", '{"city": "Oslo", "days": 3}')]
             ),
-            '{"function":{"_name":"now"}}': Answer(calls=[("now", "{}")]),
-            '{"function": {"a": 1, "_name": "now"}}': Answer(calls=[("now", '{"a": 1}')]),
-            '{"function": {"a": 1}}': Answer('{"function": {"a": 1}}'),
-            '{"function": "now"}': Answer('{"function": "now"}'),
+            '{"name":"now"}': Answer(calls=[NOW]),
+            '{"parameters": {"a": 1}, "name": "now"}': Answer(calls=[("now", '{"a": 1}')]),
+            '{"parameters": {"a": 1}}': Answer('{"parameters": {"a": 1}}'),
+            '{"name": 1}': Answer('{"name": 1}'),
             " It rains. ": Answer(" It rains. "),
-            'I look.\n{ "function": {"_name": "now"} }': Answer("I look.", calls=[NOW]),
-            '{"function":{"_name":"now", "a": ': Answer(calls=[("now", '{"a": ')]),
+            'I look.\n{ "name": "now" }': Answer("I look.", calls=[NOW]),
+            '{"name":"now", "parameters": {"a": ': Answer(calls=[("now", '{"a": ')]),
         },
     ),
     "qwen3_coder": (
@@ -441,7 +441,7 @@ FORECASTS = {
     "jamba": f"<tool_calls>[{BY_NAME}]</tool_calls>",
     "phi4_mini_json": f"functools[{BY_NAME}]",
     "lfm2": f"<|tool_call_start|>[{PYTHON}]<|tool_call_end|>",
-    "tgi": f'{{"function": {{"_name": "weather", {JSON[1:]}}}',
+    "tgi": f'{{"name": "weather", "parameters": {JSON}}}',
 }
 
 
@@ -464,7 +464,6 @@ def test_only_a_complete_call_counts_wherever_the_text_ends(form: str) -> None:
 
 PIECES = (
     '{"name": "weather", "arguments": {"city": "Oslo"}}',
-    '{"function": {"_name": "now", "a": 1}}',
     "<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>",
     "weather\n<arg_key>city</arg_key>\n<arg_value>",
     "</arg_value>",

@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 
 from api.answers.answer import Reading
 from api.errors import ApiError
-from api.grammar.compile import COMPILED, Grammar, byte_tokenizer
+from api.grammar.compile import BYTES, COMPILED, Grammar
 from api.http.body import parse_body
 from api.http.openapi import json_schema
 from api.prompts.chat_template import ChatTemplate, Rendered
@@ -302,7 +302,7 @@ async def accepted(grammar: Grammar | None, choice: ToolChoice | None, reasoning
 
 
 def matches(source: str, text: str) -> bool:
-    matcher = llguidance.LLMatcher(byte_tokenizer(), source, log_level=0)
+    matcher = llguidance.LLMatcher(BYTES, source, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
 
