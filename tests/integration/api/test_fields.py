@@ -36,6 +36,17 @@ def user(content: object, **fields: object) -> dict[str, Any]:
 
 FUNCTION = {"type": "function", "function": {"name": "f"}}
 IMAGE = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 3}}]}
+PARTS = "Input should be a string, or a list of parts, each an object with a `type`"
+EITHER = "Input should be a string or an object"
+OBJECT = "must be the JSON schema of an object"
+
+
+def allowed(**fields: object) -> dict[str, Any]:
+    choice = {"type": "allowed_tools", "allowed_tools": fields}
+    return CHAT | {"tools": [FUNCTION], "tool_choice": choice}
+
+
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (CHAT | {"max_completion_tokens": 10_000}, "max_completion_tokens", "1024"),
     (CHAT | {"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "differ"),
@@ -82,6 +93,22 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "this model takes text only",
     ),
     (user([{"type": "text"}]), "messages[1].content", "text` is required"),
+    (user([{"type": "refusal", "refusal": "x"}]), "messages[1].content", "is of type 'refusal'"),
+    (user([{"type": "refusal"}], role="assistant"), "messages[1].content", "content[0].refusal` is required"),
+    (user(None, role="assistant"), "messages[1].content", "required"),
+    (user(None, refusal="x"), "messages[1].content", "required"),
+    (user(3), "messages[1].content", f"`messages[1].content`: {PARTS}"),
+    (user([3]), "messages[1].content", f"`messages[1].content`: {PARTS}"),
+    ({"messages": [3]}, "messages[0]", "`messages[0]`: Input should be an object"),
+    ({"messages": [CALL]}, "messages[0].tool_calls[0].function.arguments", EITHER),
+    (CHAT | {"tool_choice": 3}, "tool_choice", f"`tool_choice`: {EITHER}"),
+    (allowed(mode="some", tools=[FUNCTION]), "tool_choice.allowed_tools.mode", "must be"),
+    (allowed(tools=[{"type": "function", "name": "z"}]), "tool_choice.allowed_tools.tools[0]", ""),
+    (allowed(mode="auto", tools=[3]), "tool_choice.allowed_tools.tools[0]", ""),
+    *(
+        (CHAT | {"functions": [{"name": "a", "parameters": {"type": one}}]}, "functions.a.parameters", OBJECT)
+        for one in ("array", "string", ["array", "null"], 3)
+    ),
     (PROMPT | {"prompt": []}, "prompt", "must have 1 to"),
     (PROMPT | {"prompt": [10**6]}, "prompt", "1000000"),
     (PROMPT | {"prompt": ["a", 1]}, "prompt", "a list of token ids"),
@@ -110,6 +137,7 @@ async def test_the_field_at_fault_is_named(client: httpx.AsyncClient) -> None:
                 param,
             ), (body, error)
             assert words in error["message"] and f"`{param}" in error["message"], error
+            assert error["message"].count("Input should") <= 1, "it is named once"
 
 
 async def test_unsupported_fields_are_named_unless_they_are_neutral(client: httpx.AsyncClient) -> None:

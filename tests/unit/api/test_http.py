@@ -1,5 +1,4 @@
-"""Bodies, keys of idempotency and files of API keys: an error names the field.
-HTTP as clients really speak it, each request cut at every byte; floods of connections; unread bytes.
+"""HTTP as clients really speak it, each request cut at every byte; floods of connections; unread bytes.
 Feeds give what is ready, in order; each frame is written once, as one chunk, however its client reads;
 clients skip the comments between frames.
 
@@ -8,7 +7,6 @@ Long work runs in slices, in turns or in a thread, so that no stream waits for i
 
 import asyncio
 import itertools
-import json
 import logging
 import random
 import socket
@@ -23,7 +21,6 @@ import pytest
 import uvicorn
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import RequestResponseCycle
@@ -31,9 +28,7 @@ from uvicorn.server import ServerState
 
 from api import event_loop
 from api.app import own_listener
-from api.errors import ApiError
 from api.event_loop import PacedQueue
-from api.http.body import parse_body
 from api.http.connection_limits import MAX_BEGUN, Acceptor, Connections
 from api.http.protocol import FREE_CHUNKS, MAX_HEADERS, HttpProtocol
 from api.http.sse import (
@@ -47,51 +42,7 @@ from api.http.sse import (
     FeedResponse,
     bytes_written,
 )
-from api.protocols.chat import ChatRequest
-from api.protocols.responses import ResponsesRequest
-from api.protocols.tgi import GenerateRequest
 from tests.support.waiting import wait_until
-
-# --- body ---------------------------------------------------------------------------------------------------
-
-HI = {"role": "user", "content": "Hi"}
-CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 3}}]}
-PARTS = "Input should be a string, or a list of parts, each an object with a `type`"
-EITHER = "Input should be a string or an object"
-ARGUMENTS = "`messages[0].tool_calls[0].function.arguments`"
-
-
-@pytest.mark.parametrize(
-    ("schema", "body", "line"),
-    [
-        (ChatRequest, {"messages": [{"role": "user", "content": 3}]}, f"`messages[0].content`: {PARTS}"),
-        (
-            ChatRequest,
-            {"messages": [HI, {"role": "user", "content": [3]}]},
-            f"`messages[1].content`: {PARTS}",
-        ),
-        (
-            ResponsesRequest,
-            {"input": "a", "truncation": "auto"},
-            "`truncation`: Input should be 'disabled'. Given: 'auto'",
-        ),
-        (ChatRequest, {"messages": [3]}, "`messages[0]`: Input should be an object"),
-        (ChatRequest, {"messages": [CALL]}, f"{ARGUMENTS}: {EITHER}"),
-        (ChatRequest, {"messages": [HI], "tool_choice": 3}, f"`tool_choice`: {EITHER}"),
-        (
-            GenerateRequest,
-            {"inputs": "a", "parameters": {"stop": [1]}},
-            "`parameters.stop[0]`: Input should be a valid string",
-        ),
-        (GenerateRequest, [1], "`body`: Input should be an object"),
-    ],
-)
-def test_a_field_of_a_wrong_type_is_named_once(schema: type[BaseModel], body: Any, line: str) -> None:
-    with pytest.raises(ApiError) as refusal:
-        parse_body(schema, json.dumps(body).encode())
-    assert refusal.value.text.removeprefix("Input validation error: ") == line
-    assert refusal.value.param == line.split("`")[1]
-
 
 # --- protocol -----------------------------------------------------------------------------------------------
 

@@ -120,22 +120,6 @@ def test_a_refusal_of_the_assistant_is_content() -> None:
     assert content(role="assistant", content="Yes.", refusal=None) == "Yes."
 
 
-@pytest.mark.parametrize(
-    ("message", "words"),
-    [
-        ({"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}, "is of type 'refusal'"),
-        ({"role": "assistant", "content": [{"type": "refusal"}]}, "content[0].refusal` is required"),
-        ({"role": "assistant", "content": [{"type": "text"}]}, "content[0].text` is required"),
-        ({"role": "assistant", "content": None}, "content` is required"),
-        ({"role": "user", "content": None, "refusal": "x"}, "content` is required"),
-    ],
-)
-def test_others_are_refused_by_name(message: dict[str, Any], words: str) -> None:
-    with pytest.raises(ApiError) as refused:
-        content(**message)
-    assert words in refused.value.text
-
-
 # --- chat prompt prompt -------------------------------------------------------------------------------------
 
 FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}}
@@ -249,28 +233,6 @@ def test_allowed_tools_are_those_that_may_be_called(is_flat: bool) -> None:
     choice = {"type": "allowed_tools", **(allowed if is_flat else {"allowed_tools": allowed})}
     found = read_tools(TOOLS, choice)
     assert names(found) == ["c", "b"] and found is not None and found.is_forced and not found.is_named
-
-
-@pytest.mark.parametrize(
-    ("allowed", "field"),
-    [
-        ({"mode": "some", "tools": [NAMED]}, "tool_choice.allowed_tools.mode"),
-        ({"tools": [{"type": "function", "name": "z"}]}, "tool_choice.allowed_tools.tools[0]"),
-        ({"mode": "auto", "tools": [3]}, "tool_choice.allowed_tools.tools[0]"),
-    ],
-)
-def test_wrong_allowed_tools_are_refused(allowed: Any, field: str) -> None:
-    with pytest.raises(ApiError) as refusal:
-        read_tools(TOOLS, {"type": "allowed_tools", "allowed_tools": allowed})
-    assert refusal.value.param == field and f"`{field}`" in refusal.value.text
-
-
-@pytest.mark.parametrize("kind", ["array", "string", ["array", "null"], 3])
-def test_parameters_that_are_no_object_are_refused(kind: Any) -> None:
-    function = {"name": "a", "parameters": {"type": kind}}
-    with pytest.raises(ApiError, match="must be the JSON schema of an object") as refusal:
-        read_tools([ToolSchema.model_validate({"type": "function", "function": function})])
-    assert refusal.value.param == "tools.a.parameters"
 
 
 # --- answer grammar -----------------------------------------------------------------------------------------

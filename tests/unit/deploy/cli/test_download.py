@@ -3,7 +3,7 @@ import os
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 
@@ -29,30 +29,6 @@ def test_a_local_model_is_not_downloaded_again(
     assert admin.main(["download-weights", str(folder), *flags.split()]) == 0
     output = capsys.readouterr()
     assert (output.out, output.err) == (f"{folder}\n", f"{folder} is here already\n")
-
-
-def test_a_hub_model_is_fetched_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    calls = []  # type: ignore[var-annotated]
-
-    def snapshot_download(
-        model_id: str, revision: str | None = None, local_files_only: bool = False, **_: Any
-    ) -> str:
-        if local_files_only and not calls:
-            from huggingface_hub.errors import LocalEntryNotFoundError
-
-            raise LocalEntryNotFoundError("not here")
-        if not local_files_only:
-            calls.append((model_id, revision))
-            (model(tmp_path) / "model.safetensors").write_bytes(b"")
-        return str(tmp_path)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    assert admin.main(["download-weights", "organisation/model", "--revision", "v2"]) == 0
-    assert admin.main(["download-weights", "organisation/model", "--revision", "v2"]) == 0
-    assert calls == [("organisation/model", "v2")]
-    assert capsys.readouterr().out == f"{tmp_path}\n" * 2
 
 
 class FakeHub(BaseHTTPRequestHandler):
@@ -93,19 +69,22 @@ class FakeHub(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_download_writes_its_steps_and_the_directory_alone(cache: Path) -> None:
+def test_a_download_writes_its_steps_and_the_directory_alone_and_is_made_once(cache: Path) -> None:
     """The hub's client draws bars, even where there is no terminal."""
+    words = ("download-weights", "organisation/model", "--revision", "v2")
     with ThreadingHTTPServer(("127.0.0.1", 0), FakeHub) as hub:
         threading.Thread(target=hub.serve_forever, args=[0.01], daemon=True).start()
         endpoint = f"http://127.0.0.1:{hub.server_port}"
         variables = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "", "NO_PROXY": "127.0.0.1"}
-        done = tokenfleet(
-            "download-weights", "organisation/model", **variables, HF_HUB_CACHE=str(cache / "hub")
-        )
+        variables["HF_HUB_CACHE"] = str(cache / "hub")
+        done = tokenfleet(*words, **variables)
         hub.shutdown()
     assert (done.returncode, done.stderr) == (0, "looking up organisation/model\n")
     folder = Path(done.stdout.strip())
     assert folder.is_relative_to(cache) and (folder / "model.safetensors").read_bytes() == b"weights"
+    assert tokenfleet(*words, **variables).stdout == done.stdout, "the hub is not there any more"
+    other = tokenfleet(*words[:-1], "v3", **variables)
+    assert other.returncode == os.EX_CONFIG and "the model hub" in other.stderr
 
 
 def test_a_model_without_safetensors_is_refused(tmp_path: Path) -> None:
