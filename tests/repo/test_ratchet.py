@@ -18,7 +18,7 @@ MOST = {  # statements, lines
     "gpu_worker": (10_889, 20_763),
     "common": (3_742, 7_468),
     "deploy": (2_497, 4_325),
-    "tests": (31_511, 55_031),
+    "tests": (31_479, 54_951),
     "benchmarks": (2_189, 3_702),
 }
 MOST_WORDS_OF_DOCS = 21_805
