@@ -13,7 +13,7 @@ from fastapi import APIRouter, Path, Query, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import Response, StreamingResponse
 
-from api.errors import INSUFFICIENT_QUOTA, OPENAI_TYPES, ApiError, asking_broker, cut, invalid, overloaded
+from api.errors import ApiError, asking_broker, cut, invalid, overloaded
 from api.http import body
 from api.http.auth import key_of
 from api.http.body import REPLAYED, check_same, idempotency_key, noted_digest, schema_error
@@ -203,11 +203,6 @@ def choose_batches(live: Iterable[str], max_batches: int) -> list[str]:
 # --- lines --------------------------------------------------------------------------------------------------
 
 
-STATUS_OF_TYPE = {kind: status for status, kind in OPENAI_TYPES.items()}
-STATUS_OF_TYPE |= {INSUFFICIENT_QUOTA: 429, "server_error": 500}
-STATUS_OF_CODE = {"model_not_found": 404, "unavailable": 503}
-
-
 class InputLine(BaseModel):
     """A line of the input."""
 
@@ -284,30 +279,20 @@ def digest_of_id(custom_id: str) -> bytes:
 # --- answers ------------------------------------------------------------------------------------------------
 
 
-def status_of(answer: bytes) -> int:
-    """The status with which HTTP would give this answer; 503 for b"", one that was not served."""
-    error = orjson.loads(answer).get("error") if answer else {"code": "unavailable"}
-    if not isinstance(error, dict):
-        return 200
-    code, kind = error.get("code"), error.get("type")
-    return STATUS_OF_CODE.get(str(code)) or STATUS_OF_TYPE.get(str(kind), 400)
-
-
 def render_answer(job_id: str, custom_id: str, status: int, answer: bytes) -> bytes:
     """The line of the output or of the error file."""
-    head = {"id": request_name(job_id), "custom_id": custom_id}
     response = {"status_code": status, "request_id": job_id, "body": orjson.Fragment(answer)}
-    return orjson.dumps(head | {"response": response, "error": None}) + b"\n"
+    return render_line(job_id, custom_id, response, None)
 
 
 def render_unserved(job_id: str, custom_id: str, code: str, message: str) -> bytes:
     """The line of the error file of a request that was not served."""
-    head = {"id": request_name(job_id), "custom_id": custom_id, "response": None}
-    return orjson.dumps(head | {"error": {"code": code, "message": message}}) + b"\n"
+    return render_line(job_id, custom_id, None, {"code": code, "message": message})
 
 
-def request_name(job_id: str) -> str:
-    return f"batch_req_{job_id.removeprefix('batch_').replace('/', '_')}"
+def render_line(job_id: str, custom_id: str, response: object, error: object) -> bytes:
+    name = f"batch_req_{job_id.removeprefix('batch_').replace('/', '_')}"
+    return orjson.dumps({"id": name, "custom_id": custom_id, "response": response, "error": error}) + b"\n"
 
 
 # --- schemas ------------------------------------------------------------------------------------------------

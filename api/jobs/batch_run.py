@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Mapping
 from functools import partial
 
 from api.errors import ApiError, internal_error, openai
-from api.event_loop import Pace, attempt, offload, repeat_forever, retry_forever
+from api.event_loop import Pace, attempt, repeat_forever, retry_forever
 from api.jobs.batch import (
     ENDED,
     FILES,
@@ -31,7 +31,6 @@ from api.jobs.batch import (
     read_line,
     render_answer,
     render_unserved,
-    status_of,
 )
 from api.jobs.consumer import JobConsumer
 from api.jobs.files import FileStore, lines_of
@@ -91,7 +90,7 @@ class PendingLine:
     line: BatchLine
     size: int
     after: int
-    answer: asyncio.Task[bytes]
+    answer: asyncio.Task[tuple[int, bytes]]
 
 
 class BatchRun:
@@ -286,13 +285,13 @@ class BatchRun:
             line = BatchLine("", {}, fault)
         return PendingLine(number, line, len(text), after, asyncio.create_task(self.answer(number, line)))
 
-    async def answer(self, number: int, line: BatchLine) -> bytes:
-        """The answer to a line; b"" if it is not served, because the batch has ended. A line that cannot be
-        served, whatever it is, is tried twice.
+    async def answer(self, number: int, line: BatchLine) -> tuple[int, bytes]:
+        """The answer to a line, as HTTP would give it; 503 and nothing if it is not served, because the batch
+        has ended. A line that cannot be served, whatever it is, is tried twice.
         """
         for _ in range(MAX_TRIES):
             if self.ending:
-                return b""
+                return 503, b""
             try:
                 return await self.consumer.answer_own(self.job(number, line))
             except ApiError as error:  # its API key counts no more
@@ -311,17 +310,11 @@ class BatchRun:
     async def take_answer(self, one: PendingLine) -> None:
         """Wait for the answer to the next line, and add it to a buffer."""
         job_id = job_id_of(self.batch.id, one.number)
-        answer = await one.answer
-        try:
-            status = await offload(len(answer), lambda: status_of(answer))
-            if self.ending and status >= 500:  # broken off: it is no fault of its own
-                text = render_unserved(job_id, one.line.custom_id, *WHY_ENDED[self.ending])
-            else:
-                text = render_answer(job_id, one.line.custom_id, status, answer)
-        except Exception:
-            log.exception("line %d of batch %s", one.number, self.batch.id)
-            status, why = 500, f"The answer to line {one.number} of the input cannot be written."
-            text = render_unserved(job_id, one.line.custom_id, "server_error", why)
+        status, answer = await one.answer
+        if self.ending and status >= 500:  # broken off: it is no fault of its own
+            text = render_unserved(job_id, one.line.custom_id, *WHY_ENDED[self.ending])
+        else:
+            text = render_answer(job_id, one.line.custom_id, status, answer)
         outcome, file = ("completed", "output") if status == 200 else ("failed", "error")
         BATCH_LINES.add(1, outcome)
         self.buffers[file] += text
@@ -412,8 +405,9 @@ def write_batch(
     return call_script("write_batch", bytes.decode, keys, batch_id, args=args, more_args=in_pairs(fields))
 
 
-def error_answer(error: ApiError) -> bytes:
-    return to_json(openai(error)[1])
+def error_answer(error: ApiError) -> tuple[int, bytes]:
+    status, body = openai(error)
+    return status, to_json(body)
 
 
 def described(fault: ApiError, number: int = 0) -> dict[str, object]:

@@ -141,8 +141,8 @@ class JobRun:
         if (trace := self.record.trace) is not None:
             trace.attributes["error.type"] = failure.error_type
             trace.error = trace.generation_error = why
-        self.ending = ending_of(failure)
         self.record.status, answered = self.job.family(failure)
+        self.ending = ending_of(failure, self.record.status)
         body = to_json(answered)
         if body not in self.frames:
             self.frames.append(body)
@@ -573,7 +573,7 @@ class JobConsumer:
             await validate_job(self.pools, job)
             await drop_note(self.pool, job)
         except ApiError as error:
-            return ending_of(error).state == FAILED
+            return ending_of(error, error.status).state == FAILED
         except Exception:
             return True  # its run says so
         return False
@@ -610,9 +610,9 @@ class JobConsumer:
 
     # --- jobs of batches ------------------------------------------------------------------------------------
 
-    async def answer_own(self, job: Job) -> bytes:
-        """The answer to a job that has no entry: whoever asks sees to it that the job is asked again if this
-        gateway dies. One that was admitted or answered before goes on.
+    async def answer_own(self, job: Job) -> tuple[int, bytes]:
+        """The answer, as HTTP would give it, to a job that has no entry: whoever asks sees to it that the job
+        is asked again if this gateway dies. One that was admitted or answered before goes on.
         """
         REQUEST_ID.set(job.id)
         metrics.count_arrival()
@@ -620,11 +620,14 @@ class JobConsumer:
             case "live":
                 await self.join_or_run(job)
             case "conflict":
-                return to_json(job.family(conflict("request"))[1])
-        answer: bytes | None = await self.pool.retry_forever(lambda: self.redis.get(self.keys.result(job.id)))
-        if answer is None:  # the broker has lost it: the job without listeners keeps it as its last frame
-            answer = await self.pool.retry_forever(lambda: self.redis.hget(self.keys.job(job.id), "last"))
-        return answer or await self.answer_own(job)  # the broker has lost that, too
+                status, body = job.family(conflict("request"))
+                return status, to_json(body)
+        # without listeners the answer is the last frame; a gateway of an earlier version gave no status
+        find = partial(self.redis.hmget, self.keys.job(job.id), "status", "last")
+        given, answer = await self.pool.retry_forever(find)
+        if answer is None:
+            return await self.answer_own(job)  # the broker has lost it
+        return int(given or (500 if answer.startswith(b'{"error"') else 200)), answer
 
     async def reject(self, entry_id: str, fields: Fields) -> None:
         """Answer 429 to an entry beyond SUBMIT_LIMIT, unless its job was accepted before, and has waited."""

@@ -56,7 +56,7 @@ if math.min(in_channel or first, in_stream or first) < first then return -2 end
 
 local is_end = answer ~= '' and redis.call('HEXISTS', job, 'last') == 0
 if is_end then
-  redis.call('HSET', job, 'last', #ARGV >= first_arg and ARGV[#ARGV] or answer)
+  redis.call('HSET', job, 'last', #ARGV >= first_arg and ARGV[#ARGV] or answer, 'status', status)
   redis.call('PEXPIRE', job, ttl_ms)
   redis.call('SET', result, answer, 'PX', ttl_ms)
   for i = first_key, #KEYS do redis.call('PEXPIRE', KEYS[i], request_ttl_ms) end

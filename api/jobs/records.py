@@ -58,7 +58,7 @@ class JobEnding(NamedTuple):
 GOES_ON = JobEnding("", 0)
 
 
-def ending_of(error: ApiError) -> JobEnding:
+def ending_of(error: ApiError, status: int) -> JobEnding:
     """How a job ends with an error: FAILED by its own fault; DEAD where it may be served another time."""
     if error.error_type == "cancelled":
         state = CANCELLED
@@ -66,7 +66,7 @@ def ending_of(error: ApiError) -> JobEnding:
         state = DEAD
     else:
         state = FAILED
-    return JobEnding(state, error.status, error.error_type, error.text[:MAX_ERROR_CHARACTERS])
+    return JobEnding(state, status, error.error_type, error.text[:MAX_ERROR_CHARACTERS])
 
 
 @dataclass(slots=True)

@@ -134,6 +134,7 @@ async def nothing_left(gateway: Gateway, worker: FakeWorker) -> None:
         "submit",
         "tenants",
         "metrics",
+        "arq",
     }
     assert await worker.redis.xlen(worker.keys.requests) == 0
 
