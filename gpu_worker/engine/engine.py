@@ -506,7 +506,8 @@ class Engine:
         """
         communicator, slices = self.communicator, launched.slices
         if communicator.num_stages > 1 and not communicator.samples:
-            return replace(launched, read=lambda: unpack_sent_samples(communicator.receive(SAMPLES)))
+            expected = communicator.expect_bytes(communicator.sampler, SAMPLES)
+            return replace(launched, read=lambda: unpack_sent_samples(expected()))
         logits = launched.logits
         requests, sampled = sample_requests(slices), select_sample_logits(logits, slices)
         if communicator.samples:

@@ -1,8 +1,9 @@
 """Communicator: what the ranks of a worker send each other. Tensors go by gloo on CPU and by NCCL on CUDA,
-commands and samples by queues in torch's store, which rank 0 has.
+commands and samples by gloo.
 """
 
 import os
+import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -20,10 +21,13 @@ from gpu_worker.protocol import Command, FrameDecoder, encode
 CONNECT_TIMEOUT = timedelta(seconds=60)
 FOREVER = timedelta(days=365)
 """No time-out: ranks without work wait for rank 0, and the agent watches how long a step takes."""
-COMMANDS, SAMPLES = "commands", "samples"
-"""Queues: each rank has its own of each name."""
-PIECE_BYTES = 2**22
-"""Of an entry in a queue: torch's store takes 8 MiB, and plans have the bytes of pictures."""
+COMMANDS, STATES, SAMPLES = 1, 2, 3
+"""Tags of messages between two ranks: messages of one tag arrive in order."""
+REST = 8
+"""Added to the tag of bytes for what does not fit their first message: later ones may be expected before."""
+LENGTH = struct.Struct("<q")
+HEAD_BYTES = 2048
+"""Size of the first message of bytes, which receivers expect before they know how many there are."""
 
 
 class Communicator:
@@ -38,8 +42,8 @@ class Communicator:
         tp_rank, tp_size: among the ranks of this stage.
         stage, num_stages: of a pipeline.
         group: the ranks of this stage; None if these are all.
-        queues: None where this rank is alone.
-        unfinished: what was sent of late, with the tensors that must stay until it is over.
+        commands: the next commands of rank 0, on other ranks, once some have come.
+        unfinished: what was sent in the last rounds, with the tensors that must stay until it is over.
     """
 
     def __init__(self, info: RankInfo, links: RankLinks | None = None, num_stages: int = 1) -> None:
@@ -59,11 +63,11 @@ class Communicator:
         self.tp_rank = info.rank % self.tp_size
         self.links = links
         self.group: Any = None
-        self.queues: Any = None
-        self.unfinished: deque[tuple[Any, torch.Tensor]] = deque()
+        self.commands: Callable[[], bytes] | None = None
+        self.unfinished: deque[list[tuple[Any, torch.Tensor]]] = deque([[]])
         if self.world_size > 1:
             self.links = links or connect_ranks(info)
-            self.queues = join_process_group(self.links)
+            join_process_group(self.links)
         if self.num_stages > 1 and self.tp_size > 1:
             begins = range(0, self.world_size, self.tp_size)
             groups = [dist.new_group([*range(it, it + self.tp_size)], timeout=FOREVER) for it in begins]
@@ -79,7 +83,12 @@ class Communicator:
     @property
     def samples(self) -> bool:
         """Whether this rank samples for all."""
-        return self.rank == self.world_size - self.tp_size
+        return self.rank == self.sampler
+
+    @property
+    def sampler(self) -> int:
+        """The rank that samples."""
+        return self.world_size - self.tp_size
 
     # Tensors: the same on all ranks of a stage afterwards.
 
@@ -112,13 +121,8 @@ class Communicator:
     # From rank to rank. A sender does not wait: its next step may run before the receiver is there.
 
     def send_states(self, states: torch.Tensor) -> None:
-        """Send hidden states [1, tokens, hidden] to the same place in the next stage. A step is read by all
-        before as many others are launched as there are stages: those before must have arrived.
-        """
-        states = states.contiguous()
-        self.unfinished.append((dist.isend(states, self.rank + self.tp_size), states))
-        while len(self.unfinished) > self.num_stages + 2:
-            self.unfinished.popleft()[0].wait()
+        """Send hidden states [1, tokens, hidden] to the same place in the next stage."""
+        self.send(states.contiguous(), self.rank + self.tp_size, STATES)
 
     def expect_states(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -126,31 +130,57 @@ class Communicator:
         """Expect hidden states [*shape] of the stage before this one → what waits for them. On CUDA only the
         device waits.
         """
-        states = torch.empty(*shape, dtype=dtype, device=device)
-        work: Any = dist.irecv(states, self.rank - self.tp_size)
+        return self.expect(torch.empty(*shape, dtype=dtype, device=device), self.rank - self.tp_size, STATES)
+
+    def expect(self, buffer: torch.Tensor, rank: int, tag: int) -> Callable[[], torch.Tensor]:
+        """Take a tensor as soon as a rank sends it: what is expected in time is not asked for."""
+        work: Any = dist.irecv(buffer, rank, tag=tag)
 
         def wait() -> torch.Tensor:
             work.wait()
-            return states
+            return buffer
 
         return wait
 
-    def send_to_all(self, data: bytes, queue: str) -> None:
-        """Send bytes to all other ranks, in pieces; the first byte of each says whether more follow."""
-        begins = range(0, len(data) or 1, PIECE_BYTES)
-        pieces = [bytes([begin != begins[-1]]) + data[begin : begin + PIECE_BYTES] for begin in begins]
-        for rank in range(self.world_size):
-            for piece in pieces if rank != self.rank else ():
-                self.queues.queue_push(f"{queue}{rank}", piece)
+    def expect_bytes(self, rank: int, tag: int) -> Callable[[], bytes]:
+        """Expect bytes that a rank sends to all → what waits for them."""
+        arrived = self.expect(torch.empty(HEAD_BYTES, dtype=torch.uint8), rank, tag)
 
-    def receive(self, queue: str) -> bytes:
-        """Wait for the next bytes that another rank sends."""
-        data = bytearray()
-        while True:
-            piece = self.queues.queue_pop(f"{queue}{self.rank}")
-            data += piece[1:]
-            if not piece[0]:
-                return bytes(data)
+        def wait() -> bytes:
+            head = arrived().numpy().tobytes()
+            (size,) = LENGTH.unpack_from(head)
+            end = LENGTH.size + size
+            if end <= HEAD_BYTES:
+                return head[LENGTH.size : end]
+            rest = self.expect(torch.empty(end - HEAD_BYTES, dtype=torch.uint8), rank, tag + REST)
+            return head[LENGTH.size :] + rest().numpy().tobytes()
+
+        return wait
+
+    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
+        self.unfinished[-1].append((dist.isend(tensor, rank, tag=tag), tensor))
+
+    def send_to_all(self, data: bytes, tag: int) -> None:
+        """Send bytes to all other ranks: their number and the first of them, then the rest."""
+        head = LENGTH.pack(len(data)) + data[: HEAD_BYTES - LENGTH.size]
+        parts = {tag: head.ljust(HEAD_BYTES), tag + REST: data[HEAD_BYTES - LENGTH.size :]}
+        tensors = {
+            own_tag: torch.frombuffer(bytearray(part), dtype=torch.uint8)
+            for own_tag, part in parts.items()
+            if part
+        }
+        for rank in range(self.world_size):
+            for own_tag, tensor in tensors.items() if rank != self.rank else ():
+                self.send(tensor, rank, own_tag)
+
+    def begin_round(self) -> None:
+        """Forget what was sent so long ago that all ranks must have it: a step is read by all before as many
+        others are launched as there are stages.
+        """
+        self.unfinished.append([])
+        while len(self.unfinished) > self.num_stages + 2:
+            for work, _ in self.unfinished.popleft():
+                work.wait()
 
     # Commands: what rank 0 obeys before a step, all others obey before theirs.
 
@@ -158,20 +188,23 @@ class Communicator:
         """Rank 0's part. Returns the commands."""
         commands = list(commands)
         if self.world_size > 1:
+            self.begin_round()
             self.send_to_all(b"".join(map(encode, commands)), COMMANDS)
         return commands
 
     def receive_commands(self) -> Iterator[Command]:
         """The other ranks' part; waits for rank 0."""
+        self.begin_round()
         frames = FrameDecoder()
-        frames.feed(self.receive(COMMANDS))
+        frames.feed((self.commands or self.expect_bytes(0, COMMANDS))())
+        self.commands = self.expect_bytes(0, COMMANDS)
         for frame in frames:
             assert isinstance(frame, Command)
             yield frame
 
 
-def join_process_group(links: RankLinks) -> Any:
-    """Connect the ranks by torch → a connection to its store for queues. Raises RendezvousFailed."""
+def join_process_group(links: RankLinks) -> None:
+    """Connect the ranks by torch. Raises RendezvousFailed."""
     own = links.members[links.rank]
     name_interface(own.address)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -190,9 +223,6 @@ def join_process_group(links: RankLinks) -> Any:
             f"{own} cannot reach the other ranks by {network} (GLOO_SOCKET_IFNAME): {first_line(error)}"
         ) from error
     dist.distributed_c10d._set_pg_timeout(FOREVER)
-    queues = store.clone()  # type: ignore[attr-defined]
-    queues.set_timeout(FOREVER)
-    return queues
 
 
 def name_interface(address: str) -> None:

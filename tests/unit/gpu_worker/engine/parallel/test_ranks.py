@@ -229,11 +229,7 @@ def test_a_cache_of_8_bit_floats_gives_the_ids_of_one_rank(ranks: Communicator, 
     assert found == expected
 
 
-def test_each_rank_makes_its_part_of_dummy_weights(
-    ranks: Communicator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Commands come in pieces, as those with pictures do."""
-    monkeypatch.setattr("gpu_worker.engine.parallel.communicator.PIECE_BYTES", 100)
+def test_each_rank_makes_its_part_of_dummy_weights(ranks: Communicator, tmp_path: Path) -> None:
     tiny_models.save(tmp_path, *FAMILIES["Mixtral"])
     (tmp_path / "model.safetensors").unlink()
     with Led(ranks, **settings_of(tmp_path, load_format="dummy")) as engine:
