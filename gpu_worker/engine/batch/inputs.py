@@ -15,10 +15,10 @@ from gpu_worker.engine.batch.row import RowSlice, step_of
 from gpu_worker.engine.batch.sampling_state import Int64
 from gpu_worker.engine.batch.step_result import Int32
 
+Values = npt.NDArray[Any] | list[Any] | torch.Tensor
 
-def pinned(
-    array: npt.NDArray[Any] | list[Any], device: torch.device, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+
+def pinned(array: Values, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Copy an array [...] of any dtype to a host tensor [...] of `dtype`, pinned for CUDA.
 
     A copy from pinned memory is only queued, and torch keeps the memory until it is done. A copy of other
@@ -30,9 +30,7 @@ def pinned(
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
-def to_device(
-    array: npt.NDArray[Any] | list[Any], device: torch.device, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def to_device(array: Values, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Copy an array [...] of any dtype to the device, without waiting for it → tensor [...] of `dtype`."""
     return pinned(array, device, dtype).to(device, non_blocking=True)
 

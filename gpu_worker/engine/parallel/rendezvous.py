@@ -160,21 +160,6 @@ class RendezvousFailed(Exception):
     """Not all ranks are connected. `str()` is the one line that names those who are missing."""
 
 
-class Deadline:
-    """The time at which a rank gives up."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self.at_s = time.monotonic() + timeout_s
-
-    @property
-    def left_s(self) -> float:
-        return max(0.0, self.at_s - time.monotonic())
-
-    def failure(self, cause: str) -> RendezvousFailed:
-        return RendezvousFailed(f"{cause} within {self.timeout_s:g} s")
-
-
 def connect_ranks(
     info: RankInfo, timeout_s: float = TIMEOUT_S, peer_timeout_s: float = PEER_TIMEOUT_S
 ) -> RankLinks:
@@ -182,23 +167,22 @@ def connect_ranks(
 
     Raises RendezvousFailed, SettingError.
     """
-    deadline = Deadline(timeout_s)
-    links = join(info, deadline) if info.rank else gather(info, deadline)
+    links = join(info, timeout_s) if info.rank else gather(info, timeout_s)
     for link in links.peers.values():
         probe(link, peer_timeout_s)
     return links
 
 
-def gather(info: RankInfo, deadline: Deadline) -> RankLinks:
+def gather(info: RankInfo, timeout_s: float) -> RankLinks:
     """Rank 0's part: return when all are connected. Raises RendezvousFailed, SettingError."""
-    joined: dict[int, tuple[socket.socket, Member]] = {}
+    end_s, joined = time.monotonic() + timeout_s, dict[int, tuple[socket.socket, Member]]()
     with listen(info, port_of(info)) as listener:
         while missing := [rank for rank in range(1, info.world_size) if not is_there(joined, rank)]:
-            if not select.select([listener], [], [], deadline.left_s)[0]:
+            if not select.select([listener], [], [], max(0.0, end_s - time.monotonic()))[0]:
                 connected = [member for rank, (_, member) in joined.items() if rank not in missing]
-                failure = deadline.failure(describe_missing(info, missing, connected))
-                tell_all((link for link, _ in joined.values()), {"failed": str(failure)})
-                raise failure
+                failure = f"{describe_missing(info, missing, connected)} within {timeout_s:g} s"
+                tell_all((link for link, _ in joined.values()), {"failed": failure})
+                raise RendezvousFailed(failure)
             take(info, joined, listener.accept()[0])
     return welcome(info, joined)
 
@@ -245,18 +229,18 @@ def welcome(info: RankInfo, joined: Mapping[int, tuple[socket.socket, Member]]) 
     return RankLinks(0, members, links, LOOPBACK, store_port, listener)
 
 
-def join(info: RankInfo, deadline: Deadline) -> RankLinks:
+def join(info: RankInfo, timeout_s: float) -> RankLinks:
     """The part of ranks above 0: return when all are connected. Raises RendezvousFailed, SettingError."""
     address, port = info.address, port_of(info)
     hello = {"rank": info.rank, "world_size": info.world_size, "host": socket.gethostname()}
     cause = f"rank 0 has not answered at {address}:{port}"
-    while deadline.left_s:
+    end_s = time.monotonic() + timeout_s
+    while (left_s := end_s - time.monotonic()) > 0:
         with contextlib.suppress(OSError, EOFError):  # nobody listens there yet, or rank 0 has ended
-            wait_s = min(CONNECT_TIMEOUT_S, deadline.left_s)
-            link = socket.create_connection((address, port), wait_s)
+            link = socket.create_connection((address, port), min(CONNECT_TIMEOUT_S, left_s))
             say(link, hello)
             cause = f"rank 0 waits for other ranks at {address}:{port}"
-            answer = hear(link, deadline.left_s + PEER_TIMEOUT_S)  # rank 0 names those who are missing
+            answer = hear(link, left_s + PEER_TIMEOUT_S)  # rank 0 names those who are missing
             if "members" in answer:
                 members = [Member(*member) for member in answer["members"]]
                 return RankLinks(info.rank, members, {0: link}, address, answer["store_port"])
@@ -267,7 +251,7 @@ def join(info: RankInfo, deadline: Deadline) -> RankLinks:
                 raise SettingError("num_shard", answer["refused"])
             cause = f"rank 0 at {address} has refused this one: {answer['refused']}"
         time.sleep(RETRY_S)
-    raise deadline.failure(cause)
+    raise RendezvousFailed(f"{cause} within {timeout_s:g} s")
 
 
 def describe_missing(info: RankInfo, missing: Sequence[int], connected: Iterable[Member]) -> str:

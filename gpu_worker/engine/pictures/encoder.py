@@ -22,6 +22,7 @@ from PIL import Image
 
 from common.messages.plan import NewRow
 from common.pictures import decoded
+from gpu_worker.engine.batch.inputs import to_device
 from gpu_worker.engine.batch.prefill import needed_pictures
 from gpu_worker.engine.batch.row import RowSlice, StepPart, step_of
 from gpu_worker.engine.batch.row_pictures import (
@@ -231,14 +232,11 @@ class VisionTower:
     def encode(self, tensors: Tensors, number: int) -> torch.Tensor:
         """Encode one unit of a picture → [embeddings, hidden] of the model's dtype."""
         unit = self.family.unit(tensors, number)
-        inputs = {name: self.to_device(tensor) for name, tensor in unit.items()}
+        inputs = {
+            name: to_device(tensor, self.device, self.dtype if tensor.is_floating_point() else None)
+            for name, tensor in unit.items()
+        }
         return embeddings_of(self.model.model.get_image_features(**inputs)).to(self.dtype)
-
-    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[...] of any dtype → the same on the device, numbers of pixels in the model's dtype."""
-        dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
-        tensor = tensor.pin_memory() if self.device.type == "cuda" else tensor
-        return tensor.to(self.device, dtype, non_blocking=True)
 
     def try_out(self) -> Callable[[], torch.Tensor]:
         """What encodes one unit of a grey picture, to measure → as `encode`."""
