@@ -42,27 +42,13 @@ def read_row(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def add_bias(
+def change(
     scores: tl.tensor, ids: tl.tensor, values: tl.tensor, begin: tl.tensor, end: tl.tensor,
-    size: tl.constexpr, width: tl.constexpr,
+    repetition: tl.tensor, sign: tl.tensor, size: tl.constexpr, width: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Add values float32 to the scores of ids int32, both from `begin` to `end`; ids differ."""
-    column = tl.arange(0, width)
-    for first in range(begin, end, width):
-        place = first + column
-        token = tl.load(ids + place, mask=place < end, other=size)
-        value = tl.load(values + place, mask=place < end, other=0)
-        known = token < size
-        tl.store(scores + token, tl.load(scores + token, mask=known) + value, mask=known)
-    tl.debug_barrier()
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def penalize(
-    scores: tl.tensor, ids: tl.tensor, values: tl.tensor, begin: tl.tensor, end: tl.tensor,
-    repetition: tl.tensor, size: tl.constexpr, width: tl.constexpr,
-) -> None:  # fmt: skip
-    """Apply the repetition penalty, then subtract values float32, at ids int32 from `begin` to `end`."""
+    """Apply the repetition penalty, then add values float32 times their sign, at ids int32 from `begin` to
+    `end`, which differ.
+    """
     column = tl.arange(0, width)
     for first in range(begin, end, width):
         place = first + column
@@ -73,7 +59,7 @@ def penalize(
         found = tl.where(
             found < 0, found * repetition, tl.div_rn(found, tl.full((width,), 0.0, tl.float32) + repetition)
         )
-        tl.store(scores + token, found - value, mask=known)
+        tl.store(scores + token, found + sign * value, mask=known)
     tl.debug_barrier()
 
 
@@ -279,9 +265,9 @@ def adjust(
     begin = tl.load(parts)
     for number in range(1, 4):
         end = tl.load(parts + number)
-        add_bias(scores, ids, values, begin, end, size, part)
+        change(scores, ids, values, begin, end, 1.0, 1.0, size, part)
         begin = end
-    penalize(scores, ids, values, begin, tl.load(parts + 4), repetition, size, part)
+    change(scores, ids, values, begin, tl.load(parts + 4), repetition, -1.0, size, part)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

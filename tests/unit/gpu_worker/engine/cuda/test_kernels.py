@@ -95,8 +95,8 @@ def test_top_k_equals_that_of_torch(
     logits = torch.randn(4, size).to(dtype)
     logits[1, 7::64] = logits[1, 12] = 9.0
     logits[2, 1:-1] = -math.inf
-    module = interpreted("greedy")
-    monkeypatch.setattr(module, "WIDTH", 64)
+    module = interpreted("sample")
+    monkeypatch.setattr(module, "GREEDY_WIDTH", 64)
     ids, logprobs = module.greedy_rows(logits)
     wanted_ids, expected = greedy(logits)
     assert ids.tolist() == wanted_ids.tolist() and ids[1] == 7
@@ -173,7 +173,7 @@ COMPILED: list[tuple[str, str, dict[str, int | None], dict[str, str]]] = [
         {"store": "*bf16", "blocks": "*i64", "value": "fp32"},
     ),
     (
-        "greedy",
+        "sample",
         "greedy_row",
         {"size": 49_152, "width": 8192},
         {"logits": "*bf16", "ids": "*i64", "logprobs": "*fp32"},
