@@ -36,6 +36,7 @@ from tests.support.fleet.gateways import answering, nothing_left, ready, serving
 from tests.support.fleet.modeless_worker import modeless_worker
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.kubernetes.manifests import FOLDER
+from tests.support.machine.clock import Clock
 from tests.support.tokenizer import TOKENIZER, ids
 from tests.support.waiting import wait_for, wait_until
 
@@ -478,14 +479,6 @@ async def test_any_name_may_mean_this_model_and_other_pools_keep_theirs(
         assert (len(own.seen), len(worker.seen)) == (1, 1)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 async def is_shown(redis: Redis) -> bool:
     """Whether the gateway's heartbeat is among the processes of pool `b`."""
     return bool(await redis.exists(KEYS.process("gateway", "g0-test")))
@@ -495,18 +488,19 @@ async def test_a_foreign_pool_that_nobody_names_is_closed_and_opens_again(
     broker: Broker, redis: Redis, worker: FakeWorker
 ) -> None:
     async with gateway_of_default(broker.url) as (gateway, client):
-        clock = gateway.pools.clock = Clock()
+        clock = Clock()
+        gateway.pools.clock = clock.monotonic
         await complete(client, "b")
         first = gateway.pools.foreign["b"].pool
         await wait_until(lambda: not first.relay.streams)
-        clock.now_s = IDLE_S - 1
+        clock.now_s += IDLE_S - 1
         await complete(client, "b")
         await wait_until(lambda: not first.relay.streams)
-        clock.now_s = 2 * IDLE_S - 2
+        clock.now_s += IDLE_S - 1
         await gateway.pools.close_idle()
         assert gateway.pools.foreign["b"].pool is first and await is_shown(redis)
         num_connections = len(await redis.client_list())
-        clock.now_s = 2 * IDLE_S
+        clock.now_s += 2
         await gateway.pools.close_idle()
         assert not gateway.pools.foreign and not await is_shown(redis)
         await wait_until(lambda: fewer_connections(redis, num_connections))
@@ -522,13 +516,14 @@ async def test_a_foreign_pool_with_a_live_stream_stays_open(
     broker: Broker, redis: Redis, worker: FakeWorker
 ) -> None:
     async with gateway_of_default(broker.url) as (gateway, client):
-        clock = gateway.pools.clock = Clock()
+        clock = Clock()
+        gateway.pools.clock = clock.monotonic
         await worker.pause()
         running = asyncio.create_task(complete(client, "b"))
         await wait_until(
             lambda: "b" in gateway.pools.foreign and gateway.pools.foreign["b"].pool.relay.streams
         )
-        clock.now_s = 10 * IDLE_S
+        clock.now_s += 10 * IDLE_S
         await gateway.pools.close_idle()
         worker.going.set()
         assert await running == " zero one two three"
