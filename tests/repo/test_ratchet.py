@@ -18,7 +18,7 @@ MOST = {  # statements, lines
     "gpu_worker": (10_885, 20_760),
     "common": (3_742, 7_468),
     "deploy": (2_497, 4_325),
-    "tests": (31_478, 54_948),
+    "tests": (31_440, 54_907),
     "benchmarks": (2_189, 3_702),
 }
 MOST_WORDS_OF_DOCS = 21_805
