@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import os
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -36,7 +37,8 @@ def compile_command(openmp: bool = True) -> list[str]:
     if not (found := find_compiler()):
         raise FileNotFoundError("no C++ compiler (g++ or clang++) is installed")
     return [
-        *(found, "-std=c++17", "-O3", "-march=native", "-fPIC"),
+        *(found, "-std=c++17", "-O3", "-fPIC"),
+        *([] if sys.platform == "darwin" else ["-march=native"]),  # Apple's compilers mean an M1 without it
         *(["-Xpreprocessor", "-fopenmp"] if openmp else []),
         *(["-DSPLIT_PAIRS"] if machine.prefers_widened_bfloat16() else []),
         *([] if machine.permits_tiles() else ["-DNO_AMX"]),

@@ -47,6 +47,8 @@ template <class K> inline Floats read_quants(Words words, int place, const Codes
     __m256 low = _mm256_permutevar8x32_ps((__m256)codes.numbers[0], (__m256i)words);
     __m256 high = _mm256_permutevar8x32_ps((__m256)codes.numbers[1], (__m256i)words);
     return (Floats)_mm256_blendv_ps(low, high, (__m256)(words << 28));
+#elif defined(__aarch64__)  // a number's bytes are at four times its quant
+    return (Floats)vqtbl4q_u8(read<uint8x16x4_t>(codes.numbers), (uint8x16_t)(quants * 0x04040404 + 0x03020100));
 #else
     Floats found;
     for (int lane = 0; lane < LANES; lane++) found[lane] = ((const float*)codes.numbers)[quants[lane]];
@@ -79,8 +81,8 @@ template <class T, class S> inline void load_factors(const S* from, Floats* to) 
         else {
             Ints places;
             for (int lane = 0; lane < LANES; lane++) places[lane] = lane / 2;
-            to[2 * w] = __builtin_shuffle(numbers, places);
-            to[2 * w + 1] = __builtin_shuffle(numbers, places + LANES / 2);
+            to[2 * w] = shuffled(numbers, places);
+            to[2 * w + 1] = shuffled(numbers, places + LANES / 2);
         }
     }
 }

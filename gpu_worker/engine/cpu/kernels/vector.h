@@ -9,6 +9,8 @@
 #include "amx.h"
 #if defined(__AVX__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -97,6 +99,8 @@ inline Floats load(const float16* from) {
     return (Floats)_mm512_cvtph_ps(read<__m256i>(from));
 #elif defined(__F16C__)
     return (Floats)_mm256_cvtph_ps(read<__m128i>(from));
+#elif defined(__aarch64__)
+    return (Floats)vcvt_f32_f16(read<float16x4_t>(from));
 #endif
     Floats vector;
     for (int i = 0; i < LANES; i++) vector[i] = load_one(from + i);
@@ -136,11 +140,21 @@ inline Floats larger(Floats a, Floats b) {
     return a > b ? a : b;
 #endif
 }
+// The numbers at these places, which are known when this is compiled.
+inline Floats shuffled(Floats x, Ints places) {
+#if defined(__clang__)
+    Floats found;
+    for (int lane = 0; lane < LANES; lane++) found[lane] = x[places[lane]];
+    return found;
+#else
+    return __builtin_shuffle(x, places);
+#endif
+}
 // Folds one half onto the other until one number is left.
 template <int HALF = LANES / 2, class F> inline float folded(Floats x, F fold) {
     Ints other;
     for (int i = 0; i < LANES; i++) other[i] = i ^ HALF;
-    x = fold(x, __builtin_shuffle(x, other));
+    x = fold(x, shuffled(x, other));
     if constexpr (HALF == 1) return x[0];
     else return folded<HALF / 2>(x, fold);
 }
@@ -155,6 +169,8 @@ inline uint32_t bits(Ints mask) {
     return _mm512_cmplt_epi32_mask((__m512i)mask, _mm512_setzero_si512());
 #elif defined(__AVX__)
     return _mm256_movemask_ps((__m256)mask);
+#elif defined(__aarch64__)
+    return vaddvq_u32((uint32x4_t)(mask & Ints{1, 2, 4, 8}));
 #else
     uint32_t found = 0;
     for (int lane = 0; lane < LANES; lane++) found |= (mask[lane] & 1u) << lane;
