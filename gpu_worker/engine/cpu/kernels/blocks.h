@@ -48,7 +48,8 @@ template <class K> inline Floats read_quants(Words words, int place, const Codes
     __m256 high = _mm256_permutevar8x32_ps((__m256)codes.numbers[1], (__m256i)words);
     return (Floats)_mm256_blendv_ps(low, high, (__m256)(words << 28));
 #elif defined(__aarch64__)  // a number's bytes are at four times its quant
-    return (Floats)vqtbl4q_u8(read<uint8x16x4_t>(codes.numbers), (uint8x16_t)(quants * 0x04040404 + 0x03020100));
+    uint8x16_t places = (uint8x16_t)(quants * 0x04040404 + 0x03020100);
+    return (Floats)vqtbl4q_u8(read<uint8x16x4_t>(codes.numbers), places);
 #else
     Floats found;
     for (int lane = 0; lane < LANES; lane++) found[lane] = ((const float*)codes.numbers)[quants[lane]];
