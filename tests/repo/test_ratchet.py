@@ -21,7 +21,7 @@ MOST = {  # statements, lines
     "tests": (31_440, 54_907),
     "benchmarks": (2_189, 3_702),
 }
-MOST_WORDS_OF_DOCS = 21_805
+MOST_WORDS_OF_DOCS = 21_822
 SLACK = 0.01
 
 
