@@ -11,10 +11,9 @@ import contextlib
 import functools
 import json
 import logging
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -48,7 +47,7 @@ log = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
 MAX_TOOLS = 128
-FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+FUNCTION_NAME = "^[A-Za-z0-9_.:/-]{1,128}$"
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 CHOICES = ("none", "auto", "required")
 
@@ -59,14 +58,11 @@ TOOL_PROMPT = (
     "of argument name and its value}.Do not use variables."
 )
 """TGI's own, to the letter."""
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 REASONING_SWITCHES = ("enable_thinking", "thinking")
 """Variables by which templates turn reasoning on and off."""
 
-EFFORT: Any = optional(
-    "How much the model thinks first, if its template can say so; with `none` not at all.",
-    {"enum": [*EFFORTS, None]},
-)
+EFFORT: Any = optional("How much the model thinks first, if its template can say so; with `none` not at all.")
 Chosen = Annotated[str | dict[str, Any], with_one_error("Input should be a string or an object")]
 CHOSEN_SCHEMA: Any = {"enum": ["none", "auto", None]}
 """The values of `tool_choice` that /docs proposes."""
@@ -81,7 +77,7 @@ PROMPT_END_CHARS = 200
 
 
 class FunctionSchema(Strict, extra="allow"):
-    name: str = Field(json_schema_extra={"pattern": f"^{FUNCTION_NAME.pattern}$"})
+    name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
     parameters: dict[str, Any] | None = optional(
         "JSON schema of the arguments, an object's. Default: it has none."
@@ -163,7 +159,7 @@ class ChatMessage(Strict, extra="allow"):
 class ChatRequest(OpenAIRequest):
     """The body of /v1/chat/completions."""
 
-    messages: Listed[ChatMessage] = Field(description="The chat so far.", json_schema_extra={"minItems": 1})
+    messages: Listed[ChatMessage] = Field(description="The chat so far.", min_length=1)
     max_completion_tokens: int | None = least(1, "The newer name of `max_tokens`.")
     logprobs: bool | None = optional("Return each token with its log-probability. Default: false.")
     top_logprobs: int | None = least(
@@ -181,7 +177,7 @@ class ChatRequest(OpenAIRequest):
         "Additional variables for the chat template, such as `enable_thinking`."
     )
 
-    tools: Listed[ToolSchema] | None = optional("Functions that the model may call.")
+    tools: Listed[ToolSchema] | None = optional("Functions that the model may call.", max_length=MAX_TOOLS)
     tool_choice: Chosen | None = optional(
         "`auto` (the default): the model decides. `none`: no calls. `required`: one call at "
         'least. `{"type": "function", "function": {"name": …}}`: one call of this function. '
@@ -190,13 +186,13 @@ class ChatRequest(OpenAIRequest):
     )
     parallel_tool_calls: bool | None = optional("Whether there may be several calls. Default: true.")
     functions: Listed[FunctionSchema] | None = optional(
-        "OpenAI's older form of `tools`; the answer has a `function_call`."
+        "OpenAI's older form of `tools`; the answer has a `function_call`.", max_length=MAX_TOOLS
     )
     function_call: Chosen | None = optional("OpenAI's older form of `tool_choice`.", CHOSEN_SCHEMA)
     tool_prompt: str | None = optional(
         f"TGI's text after the tools. Default, for a model whose template has no tools: {TOOL_PROMPT}"
     )
-    reasoning_effort: str | None = EFFORT
+    reasoning_effort: Effort | None = EFFORT
     include_reasoning: bool | None = optional("Return the reasoning. Default: true.")
 
     def check(self) -> None:
@@ -302,13 +298,8 @@ def tool_of(tools: Mapping[str, Tool], choice: Any, field: str) -> Tool:
 
 def tools_of(functions: Sequence[FunctionSchema], field: str) -> dict[str, Tool]:
     """The functions as tools, by name. Raises ApiError."""
-    if len(functions) > MAX_TOOLS:
-        raise invalid(f"`{field}` supports up to {MAX_TOOLS} functions. Given: {len(functions)}")
     tools: dict[str, Tool] = {}
     for one in functions:
-        if not FUNCTION_NAME.fullmatch(one.name):
-            words = "must have names of 1 to 128 letters, digits and _ . : / -"
-            raise invalid(f"`{field}` {words}. Given: {quoted(one.name)}")
         if one.name in tools:
             raise invalid(f"`{field}` has the name {quoted(one.name)} twice")
         kind = parameters_of(one).get("type", "object")
@@ -461,8 +452,6 @@ def render_prompt(
     messages: Sequence[Message] = template_messages(body.messages, sees=tokenizer.pictures is not None)
     if continues and tools is not None and tools.is_forced:
         raise invalid("`continue_final_message` and a forced `tool_choice` exclude each other", "tool_choice")
-    if not messages:
-        raise invalid("`messages` cannot be empty")
     if template is None:
         raise template_error("this model has no chat template: use /v1/completions or /generate")
     for name in OWN_VARIABLES:
@@ -482,7 +471,7 @@ def render_prompt(
             text = f"{shown}\n{text or TOOL_PROMPT}"
     messages = known_calls(messages, template)
     if text:
-        messages = after_last(messages, text) if body.tool_prompt else before_first(messages, text, template)
+        messages = with_text(messages, text, bool(body.tool_prompt), template)
     guard = tokenizer.controls.guard_for([messages, variables, listed], template.source)
     if guard is not None:
         try:
@@ -495,24 +484,26 @@ def render_prompt(
     return rendered_text(template.render(messages, begins_next, variables, listed), guard)
 
 
-def after_last(messages: Sequence[Message], text: str) -> list[Message]:
-    """Messages with a text at the end of the last one that is not the assistant's, as TGI adds it."""
-    others = [i for i, one in enumerate(messages) if one["role"] != "assistant"]
-    place = others[-1] if others else len(messages) - 1
-    changed = {**messages[place], "content": f"{messages[place]['content']}\n---\n{text}"}
-    return [*messages[:place], changed, *messages[place + 1 :]]
-
-
-def before_first(messages: Sequence[Message], text: str, template: ChatTemplate) -> list[Message]:
-    """Messages with a text at the beginning: of the system message, or of the first user message where the
-    template has no system messages. If there is no such message, the text is one.
+def with_text(
+    messages: Sequence[Message], text: str, at_end: bool, template: ChatTemplate
+) -> Sequence[Message]:
+    """Messages with a text: at the end of the last one that is not the assistant's, as TGI adds it, or at the
+    beginning of the system message, or of the first user message where the template has no system messages.
+    If there is no such message, the text is one.
     """
-    role, among = ("system", messages[:1]) if template.takes_system else ("user", messages)
-    place = next((i for i, one in enumerate(among) if one["role"] == role), None)
-    if place is None:
-        return [{"role": role, "content": text}, *messages]
-    changed = {**messages[place], "content": f"{text}\n---\n{messages[place]['content']}"}
-    return [*messages[:place], changed, *messages[place + 1 :]]
+    if at_end:
+        place = max((i for i, one in enumerate(messages) if one["role"] != "assistant"), default=-1)
+    else:
+        role, among = ("system", messages[:1]) if template.takes_system else ("user", messages)
+        found = next((i for i, one in enumerate(among) if one["role"] == role), None)
+        if found is None:
+            return [{"role": role, "content": text}, *messages]
+        place = found
+    changed = [*messages]
+    content = changed[place]["content"]
+    texts = (content, text) if at_end else (text, content)
+    changed[place] = {**changed[place], "content": "\n---\n".join(texts)}
+    return changed
 
 
 @functools.cache
@@ -524,32 +515,31 @@ def note_missing_tools() -> None:
 
 
 def known_calls(messages: Sequence[Message], template: ChatTemplate) -> Sequence[Message]:
-    """Messages whose calls and results are in a form that the template knows."""
-    if not any("tool_calls" in one or one["role"] == "tool" for one in messages):
-        return messages
-    if "tool_calls" not in template.source:
-        return join_results([plain_message(one) for one in messages])
-    if template.wants_text_arguments:
-        return [
-            {**one, "tool_calls": [with_text_arguments(call) for call in one["tool_calls"]]}
-            if "tool_calls" in one
-            else one
-            for one in messages
-        ]
-    return messages
+    """Messages whose calls and results are in a form that the template knows. For one without calls each is a
+    line of JSON, as TOOL_PROMPT asks for it, and results come from the user: those in a row are one message,
+    because templates expect user and assistant in turns.
+    """
+    if "tool_calls" in template.source:
+        texts = template.wants_text_arguments
+        return [with_text_arguments(one) if texts and "tool_calls" in one else one for one in messages]
+    plain: list[Message] = []
+    for are_results, run in groupby(messages, lambda one: one["role"] == "tool"):
+        if are_results:
+            plain.append({"role": "user", "content": "\n".join(one["content"] for one in run)})
+        else:
+            plain += map(plain_message, run)
+    return plain
 
 
-def with_text_arguments(call: Message) -> Message:
-    arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-    return {**call, "function": {**call["function"], "arguments": arguments}}
+def with_text_arguments(message: Message) -> Message:
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "tool_calls": calls}
 
 
 def plain_message(message: Message) -> Message:
-    """A message for a template without calls: each is a line of JSON, as TOOL_PROMPT asks for it; a result
-    comes from the user.
-    """
-    if message["role"] == "tool":
-        return {"role": "user", "content": message["content"], "is_result": True}
     calls = [
         json.dumps({"name": called["name"], "parameters": called["arguments"]}, ensure_ascii=False)
         for called in (one["function"] for one in message.get("tool_calls", []))
@@ -558,28 +548,15 @@ def plain_message(message: Message) -> Message:
     return {**message, "content": "\n".join(lines)} if calls else message
 
 
-def join_results(messages: Sequence[Message]) -> list[Message]:
-    """Results in a row are one message: templates expect user and assistant in turns."""
-    joined: list[Message] = []
-    for one in messages:
-        if joined and "is_result" in one and "is_result" in joined[-1]:
-            joined[-1] = {**one, "content": joined[-1]["content"] + "\n" + one["content"]}
-        else:
-            joined.append(one)
-    return joined
-
-
 # --- reasoning ----------------------------------------------------------------------------------------------
 
 
 def reasoning_variables(
     effort: str | None, variables: Mapping[str, Any], template: ChatTemplate
 ) -> dict[str, Any]:
-    """A client's variables, with those that its `reasoning_effort` gives a value. Raises ApiError."""
+    """A client's variables, with those that its `reasoning_effort` gives a value."""
     if effort is None:
         return dict(variables)
-    if effort not in EFFORTS:
-        raise invalid(f"`reasoning_effort` must be one of {', '.join(EFFORTS)}. Given: {quoted(effort)}")
     values = {"reasoning_effort": effort} | dict.fromkeys(REASONING_SWITCHES, effort != "none")
     return {name: value for name, value in values.items() if name in template.variables} | dict(variables)
 
@@ -634,7 +611,7 @@ async def read_chat(body: ChatRequest, pool: Pool) -> GenerationParams:
     reasons = pool.reasoning_format is not None or pool.call_format.name == HARMONY
     if body.reasoning_effort not in (None, "none") and not reasons:
         note_effort(pool.settings.model_name)
-    continues = bool(body.messages) and continues_last_message(body, pool.settings.continue_final_message)
+    continues = continues_last_message(body, pool.settings.continue_final_message)
     size = CHARS_OF_MESSAGE * (len(body.messages) + (len(tools.tools) if tools else 0))
     prompt = await offload(size, lambda: render_prompt(body, tools, continues, tokenizer))
     reading = None if continues else new_reading(body, pool, tools, prompt.text[-PROMPT_END_CHARS:])
@@ -660,25 +637,15 @@ async def read_chat(body: ChatRequest, pool: Pool) -> GenerationParams:
     return replace(params, grammar=forced)
 
 
-def chat_of(
-    body: SamplingFields,
-    messages: Sequence[Message],
-    form: Mapping[str, Any] | None,
-    formats: Mapping[str, Collection[str]],
-    **own: Any,
-) -> ChatRequest:
-    """The body of a chat with the parameters of one of another API, and with fields of its `own`. Raises
-    ApiError.
-
-    Args:
-        form: what the text must look like.
-        formats: its field there → the types that it may have.
-    """
+def chat_of(body: SamplingFields, messages: Sequence[Message], **own: Any) -> ChatRequest:
+    """The body of a chat with the parameters of one of another API, and with fields of its `own`."""
     shared = {name: getattr(body, name) for name in SamplingFields.model_fields}
-    if form is not None:
-        [(place, kinds)] = formats.items()
-        own["response_format"] = {"type": type_of(form, kinds, place), "json_schema": form}
     return ChatRequest(messages=[ChatMessage(**one) for one in messages], **shared, **own)
+
+
+def format_of(form: Mapping[str, Any] | None, place: str, kinds: Collection[str]) -> dict[str, Any] | None:
+    """A chat's `response_format` for that of another API, which is one of these. Raises ApiError."""
+    return None if form is None else {"type": type_of(form, kinds, place), "json_schema": form}
 
 
 async def read_other(chat: ChatRequest, pool: Pool, names: Mapping[str, str]) -> GenerationParams:

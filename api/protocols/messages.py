@@ -23,11 +23,14 @@ from api.models import shown_prompt
 from api.protocols.chat import (
     CHARS_OF_MESSAGE,
     CHAT_NAMES,
+    FUNCTION_NAME,
+    MAX_TOOLS,
     REASONING_SWITCHES,
     ChatRequest,
     FunctionSchema,
     ToolSchema,
     chat_of,
+    format_of,
     read_other,
 )
 from api.protocols.choices import Event, EventRenderer, Logprobs, Part
@@ -134,9 +137,7 @@ class ClientTool(Strict, extra="allow", json_schema_extra={"required": ["name", 
     """
 
     type: str | None = Field(default=None, json_schema_extra={"enum": ["custom", None]})
-    name: str | None = Field(
-        default=None, json_schema_extra={"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"}
-    )
+    name: str | None = Field(default=None, pattern=FUNCTION_NAME, json_schema_extra={"type": "string"})
     description: str | None = None
     input_schema: dict[str, Any] | None = optional(
         "JSON schema of the arguments, an object's.",
@@ -179,10 +180,10 @@ class CountTokensRequest(ServedFields):
     messages: Listed[InputMessage] = Field(
         description="The chat so far. Turns of the same role in a row are one turn; a last turn of the "
         "assistant is continued.",
-        json_schema_extra={"minItems": 1},
+        min_length=1,
     )
     system: Content | None = optional("The system prompt: a text, or blocks of it.")
-    tools: Listed[ClientTool] | None = optional("Tools that the model may call.")
+    tools: Listed[ClientTool] | None = optional("Tools that the model may call.", max_length=MAX_TOOLS)
     tool_choice: ChosenTool | None = optional(
         '`{"type": "auto"}` (the default): the model decides. `none`: no calls. `any`: one call '
         'at least. `{"type": "tool", "name": …}`: one call of this tool.',
@@ -224,7 +225,7 @@ MESSAGE_NAMES = {
 }
 """Patterns of names of a chat's fields and parameters → what they are called here."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-BILLING_HEADER = re.compile(r"x-anthropic-billing-header:[^\n]*(\n+|$)")
+BILLING_HEADER = re.compile(r"\Ax-anthropic-billing-header:[^\n]*(\n+|$)")
 """What Claude Code begins its system prompt with: a line, or a block of its own, whose values change with
 each request.
 """
@@ -244,16 +245,15 @@ async def read_messages(body: CountTokensRequest, pool: Pool) -> GenerationParam
 
 def to_chat(body: CountTokensRequest) -> ChatRequest:
     """The body of a chat with the parameters and messages of this one. Raises ApiError."""
-    messages, choice = to_messages(body), body.tool_choice
-    continues = bool(messages) and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
+    messages, choice, output = to_messages(body), body.tool_choice, body.output_config
+    continues = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     if continues and choice is not None and choice.type in ("any", "tool"):
         text = "`tool_choice` cannot force a call where the last of `messages` is the assistant's to continue"
         raise invalid(text, "tool_choice")
     return chat_of(
         body,
         messages,
-        body.output_config.format if body.output_config else None,
-        {"output_config.format": ("json_schema",)},
+        response_format=format_of(output.format, "output_config.format", ["json_schema"]) if output else None,
         max_tokens=body.max_tokens if isinstance(body, MessagesRequest) else None,
         stop=body.stop_sequences,
         continue_final_message=continues,
@@ -359,8 +359,7 @@ def system_text(blocks: Iterable[NamedBlock]) -> str:
     for name, block in blocks:
         if block.type != "text":
             raise unknown_block(block, name, "text")
-        text = block.text or ""
-        texts.append(BILLING_HEADER.sub("", text, count=1) if BILLING_HEADER.match(text) else text)
+        texts.append(BILLING_HEADER.sub("", block.text or ""))
     return "\n".join(text for text in texts if text)
 
 

@@ -26,9 +26,13 @@ from api.protocols.chat import (
     CHARS_OF_MESSAGE,
     CHAT_NAMES,
     EFFORT,
+    MAX_TOOLS,
     ChatRequest,
+    Effort,
+    FunctionSchema,
     ToolSchema,
     chat_of,
+    format_of,
     read_other,
 )
 from api.protocols.choices import Event, EventRenderer, Logprobs, Part
@@ -117,7 +121,7 @@ class TextOptions(Strict):
 
 
 class ReasoningOptions(Strict):
-    effort: str | None = EFFORT
+    effort: Effort | None = EFFORT
     summary: Literal["auto", "concise", "detailed"] | None = optional(
         "With any value, the reasoning is shown as its own summary."
     )
@@ -155,6 +159,7 @@ class ResponsesRequest(ServedFields):
         "Tools that only OpenAI's servers or models have (`web_search`, `namespace`, …) are left out of the "
         "prompt.",
         {"items": TOOL_SCHEMA},
+        max_length=MAX_TOOLS,
     )
     tool_choice: str | dict[str, Any] | None = optional(
         "`auto` (the default): the model decides. `none`: no calls. `required`: one call at "
@@ -671,11 +676,10 @@ Agents declare them to every model.
 
 def to_chat(body: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
     """The body of a chat with the parameters of a response and these items. Raises ApiError."""
+    kinds = ("text", "json_object", "json_schema")
     return chat_of(
         body,
         to_messages(body.instructions, items),
-        body.text.format if body.text else None,
-        {"text.format": ("text", "json_object", "json_schema")},
         max_completion_tokens=body.max_output_tokens,
         logprobs=body.has_logprobs,
         top_logprobs=body.top_logprobs,
@@ -683,6 +687,7 @@ def to_chat(body: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
         tools=to_tools(body),
         tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls,
+        response_format=format_of(body.text.format if body.text else None, "text.format", kinds),
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
     )
 
@@ -697,13 +702,12 @@ def to_tools(body: ResponsesRequest) -> list[ToolSchema]:
         if kind != "function":
             words = f"must be function: no tool is built in. Given: {quoted(kind)}"
             raise invalid(f"`{name}.type` {words}")
-        function = {key: tool[key] for key in ("name", "description", "parameters", "strict") if key in tool}
+        given = {key: tool[key] for key in ("name", "description", "parameters", "strict") if key in tool}
         try:
-            functions.append(ToolSchema.model_validate({"type": "function", "function": function}))
+            function = FunctionSchema.model_validate(given)
         except ValidationError as error:
-            found = schema_error(error)
-            param = f"{name}.{(found.param or '').removeprefix('function.')}"
-            raise invalid(f"`{param}`: {error.errors()[0]['msg']}") from error
+            raise schema_error(error, name) from error
+        functions.append(ToolSchema(type="function", function=function))
     kind = body.tool_choice.get("type") if isinstance(body.tool_choice, dict) else None
     is_built_in = f"`tool_choice` forces a tool of the type {quoted(kind)}: none is built in"
     refuse(

@@ -4,7 +4,7 @@ import asyncio
 import time
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from sse_starlette import EventSourceResponse
 from starlette.responses import Response
 
@@ -61,12 +61,15 @@ CANCEL_WAIT_S, CANCEL_POLL_S = 10.0, 0.05
 """How long and how often a cancelled request is asked for its end."""
 
 
-async def find_own_response(request: Request, response_id: str) -> StoredResponse:
+async def find_own_response(request: Request, response_id: ResponseId) -> StoredResponse:
     """Raises ApiError: 404, 503."""
     stored = await find_response(request, response_id)
     if stored is None:
         raise ApiError(404, "not_found", f"Response with id '{cut(response_id)}' not found.")
     return stored
+
+
+Found = Annotated[StoredResponse, Depends(find_own_response)]
 
 
 @router.get(
@@ -75,15 +78,13 @@ async def find_own_response(request: Request, response_id: str) -> StoredRespons
     responses={200: {"content": json_answer(RESPONSE_SHAPE) | event_stream([RESPONSE_EVENT])}},
 )
 async def retrieve_response(
-    request: Request,
-    response_id: ResponseId,
+    stored: Found,
     stream: bool = False,
     starting_after: Annotated[int | None, Query(ge=0)] = None,
 ) -> Response:
     """Returns the response so far, at any gateway. With `stream`, sends its events after the one with the
     sequence number `starting_after`; another connection that follows the response ends.
     """
-    stored = await find_own_response(request, response_id)
     if stream:
         return await follow_response(stored, 0 if starting_after is None else starting_after + 1)
     if starting_after is not None:
@@ -117,9 +118,8 @@ async def follow_response(stored: StoredResponse, num_seen: int) -> Response:
     summary="Cancel a background response",
     responses=answer(RESPONSE_SHAPE),
 )
-async def cancel_response(request: Request, response_id: ResponseId) -> Response:
+async def cancel_response(stored: Found) -> Response:
     """Ends a response that was created with `background`. A response that has ended stays as it is."""
-    stored = await find_own_response(request, response_id)
     if not fields_of(stored.answer)["background"]:
         raise invalid(
             "Only a response that was created with `background`: true can be cancelled", "response_id"
@@ -128,9 +128,8 @@ async def cancel_response(request: Request, response_id: ResponseId) -> Response
 
 
 @router.delete("/v1/responses/{response_id}", summary="Delete a response", responses=answer(DELETED))
-async def remove_response(request: Request, response_id: ResponseId) -> Response:
+async def remove_response(stored: Found, response_id: ResponseId) -> Response:
     """Deletes a response and its input; a response that has not ended is cancelled first."""
-    stored = await find_own_response(request, response_id)
     await cancel_stored(stored)
     async with asking_broker():
         if not await delete_ended(stored.pool.client, stored.answer.request_id):
@@ -144,8 +143,7 @@ async def remove_response(request: Request, response_id: ResponseId) -> Response
     responses=answer(ITEM_LIST),
 )
 async def list_input_items(
-    request: Request,
-    response_id: ResponseId,
+    stored: Found,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
     after: str | None = None,
@@ -153,7 +151,6 @@ async def list_input_items(
     """Returns the input items of a response and those of the conversation before it, the newest first unless
     `order` is `asc`. The list begins after the item with the id `after`.
     """
-    stored = await find_own_response(request, response_id)
     items = stored.input[:: -1 if order == "desc" else 1]
     begin = place_of([item["id"] for item in items], after, "after") + 1
     return json_response(list_object(items[begin:], limit))
@@ -164,13 +161,11 @@ async def cancel_stored(stored: StoredResponse) -> Stream:
     passed. Raises ApiError (503).
     """
     stream = await read_response(stored)
-    if stream.terminal:
-        return stream
-    async with asking_broker():
-        await cancel_request(stored.pool.client, stored.answer.request_id)
+    if not stream.terminal:
+        async with asking_broker():
+            await cancel_request(stored.pool.client, stored.answer.request_id)
     end_s = time.monotonic() + CANCEL_WAIT_S
-    while True:
-        stream = await read_response(stored)
-        if stream.terminal or time.monotonic() > end_s:
-            return stream
+    while not stream.terminal and time.monotonic() < end_s:
         await asyncio.sleep(CANCEL_POLL_S)
+        stream = await read_response(stored)
+    return stream

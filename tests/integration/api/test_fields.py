@@ -63,7 +63,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "Input should be 'function'. Given: 'custom'",
     ),
     (CHAT | {"tools": [FUNCTION, FUNCTION]}, "tools", "the name 'f' twice"),
-    (CHAT | {"tools": [FUNCTION] * 129}, "tools", "up to 128 functions. Given: 129"),
+    (CHAT | {"tools": [FUNCTION] * 129}, "tools", "at most 128 items"),
     (CHAT | {"tool_choice": "required"}, "tool_choice", "only allowed with `tools`"),
     (CHAT | {"tools": [FUNCTION], "tool_choice": "g"}, "tool_choice", "names 'g', which is not among f"),
     (
@@ -72,14 +72,14 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "one of none, auto, required",
     ),
     (CHAT | {"tools": [FUNCTION], "functions": [{"name": "f"}]}, "functions", "exclude each other"),
-    (CHAT | {"reasoning_effort": "vast"}, "reasoning_effort", "must be one of none, minimal"),
+    (CHAT | {"reasoning_effort": "vast"}, "reasoning_effort", "should be 'none', 'minimal'"),
     (
         CHAT | {"continue_final_message": True, "add_generation_prompt": True},
         "continue_final_message",
         "exclude",
     ),
     (CHAT | {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "`messages`"),
-    ({"messages": []}, "messages", "empty"),
+    ({"messages": []}, "messages", "at least 1 item"),
     (user(None), "messages[1].content", "required"),
     (user("a", role="wizard"), "messages[1].role", "'wizard'"),
     (

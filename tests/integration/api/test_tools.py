@@ -59,8 +59,8 @@ async def test_calls_are_apart_from_content(broker: Broker) -> None:
         without = await ask(client, tool_choice="none")
         named = await ask(client, tool_choice=TOOLS[0] | {"function": {"name": "get_weather"}})
         one = await ask(client, parallel_tool_calls=False)
-    message = choice["message"]
-    assert (message["content"], choice["finish_reason"]) == ("Let me see.", "tool_calls")
+    message, reasons = choice["message"], (choice["finish_reason"], named["finish_reason"])
+    assert (message["content"], *reasons) == ("Let me see.", "tool_calls", "stop")
     assert named["message"]["tool_calls"] and named["finish_reason"] == "stop", (
         "it is an answer like any other"
     )

@@ -385,16 +385,10 @@ def test_ids_of_calls_follow_from_the_choice_and_the_place() -> None:
     assert len(short) == 9 and short.isalnum(), "the templates of Mistral's models take no others"
 
 
-def test_the_reason_of_the_end() -> None:
-    parser = ChoiceParser(Terms(calls="hermes"), "r.0")
-    assert finish_reason(parser, "stop") == "stop"
-    parser.read(ONE_CALL % "f", 9, True)
-    assert {finish_reason(parser, reason) for reason in ("stop", "length")} == {"tool_calls"}
-
-
 def test_an_answer_that_max_tokens_cuts_behind_its_last_call_is_whole() -> None:
     whole = ONE_CALL % "f"
     for text, expected in (
+        (whole, "tool_calls"),
         (whole.removesuffix("\n</tool_call>\n"), "tool_calls"),
         (whole + "<tool_call>\n", "length"),
         (whole[: whole.index("}")], "length"),
