@@ -60,7 +60,7 @@ ResponseParts f b i
 InferOutputs i o
 VectorAnswer f b d n q r t x
 AnswerTrace r p s
-HttpAnswer id ro st cr mo fp n pr rq px re tm rp in tr ve nu
+HttpAnswer id ro st cr mo fp n pr rq px re tm rp in tr ve nu nc
 PoolAdapter n p d s r b a f
 HeldAdapters l r
 AdapterLoad r
