@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, WithJsonSchema
 from redis.asyncio import Redis
 from starlette.responses import Response
 
-from api.errors import asking_broker, invalid, quoted
+from api.errors import invalid, quoted
 from api.http.auth import key_of
 from api.http.openapi import FLEET, TGI_ERRORS, only
 from api.json import fresh_json
@@ -88,10 +88,10 @@ def to_utc(time: datetime) -> datetime:
 
 Time = Annotated[
     datetime,
-    Field(ge=datetime(1970, 1, 1, tzinfo=UTC), lt=datetime(2100, 1, 1, tzinfo=UTC)),
+    Field(ge=datetime(2000, 1, 1, tzinfo=UTC), lt=datetime(2100, 1, 1, tzinfo=UTC)),
     AfterValidator(to_utc),
     WithJsonSchema(
-        {"type": "string", "pattern": r"^(20[0-9]{2}-(0[1-9]|1[0-2])-[0-2][1-8]|[0-9]{10})$"}
+        {"type": "string", "pattern": r"^(20[0-9]{2}-(0[1-9]|1[0-2])-[0-2][1-8]|1[0-9]{9})$"}
     ),  # more forms are read
 ]
 router = APIRouter(responses=only(TGI_ERRORS, 401, 403, 422, 503), tags=[FLEET])
@@ -127,8 +127,7 @@ async def usage(
     if last < first:
         raise invalid("`to` must not be before `from`")
     wanted = {"key_id": key, "tenant": narrow(request, tenant), "model": model}
-    async with asking_broker():
-        found = await read_rows(own_pool(request).client.redis, first, last, now, by)
+    found = await read_rows(own_pool(request).client.redis, first, last, now, by)
     rows = [
         row for row in found if all(value in (None, getattr(row, name)) for name, value in wanted.items())
     ]

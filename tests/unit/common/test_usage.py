@@ -11,7 +11,6 @@ from redis.asyncio import Redis
 
 from api.requests import request_scripts
 from api.requests.metrics import (
-    UsageRow,
     month_begin,
     month_name,
     read_hours,
@@ -58,18 +57,13 @@ def records(number: int, first: int = 0) -> bytes:
     return b"".join(RECORD.pack(first + i, -1.0) for i in range(number))
 
 
-async def used(redis: Redis) -> list[UsageRow]:
+async def total(redis: Redis) -> Counter[str]:
     """What was used in this hour, which is what was used in this month."""
     now = datetime.now(UTC)
-    hours = await read_hours(redis, now, now)
-    assert {row[1:-1]: row.used for row in hours} == {
-        row[1:-1]: row.used for row in await read_months(redis, now, now)
-    }
-    return hours
-
-
-async def total(redis: Redis) -> Counter[str]:
-    return sum((row.used for row in await used(redis)), Counter[str]())
+    found = [await read(redis, now, now) for read in (read_hours, read_months)]
+    hours, months = ({row[1:-1]: row.used for row in rows} for rows in found)
+    assert hours == months
+    return sum(hours.values(), Counter[str]())
 
 
 def numbers(prompt: int, cached: int, generated: int) -> Counter[str]:
