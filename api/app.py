@@ -31,6 +31,7 @@ from api.admin.routes_health import router as health
 from api.admin.routes_manage import adapters_router as adapters
 from api.admin.routes_manage import router as manage
 from api.admin.routes_usage import router as usage
+from api.errors import asks_broker
 from api.event_loop import background_task
 from api.handover.answer_socket import KeeperChannel, give_answer_socket, inherited_channel
 from api.handover.draining import GatewayServer, check_serving
@@ -162,10 +163,12 @@ protocols = make_router()
 ROUTERS: tuple[tuple[Sequence[Callable[..., Any]], Sequence[APIRouter]], ...] = (
     ((check_serving, check_key, check_repeated), (protocols,)),
     ((check_serving, check_key), (stored_responses, count_tokens, resume, batches)),
-    ((check_key,), (tokenize, detokenize, requests, usage)),
+    ((check_key,), (tokenize, detokenize, requests)),
+    ((check_key, asks_broker), (usage,)),
     ((check_serving,), (health, kserve_ready)),
     ((), (live, info, kserve_info, vllm_version, models, page, metrics)),
-    ((check_key, check_admin), (fleet, manage, adapters)),
+    ((check_key, check_admin, asks_broker), (fleet, manage)),
+    ((check_key, check_admin), (adapters,)),
 )
 """Checks of each request, and the routers whose requests they check: a route is found in this order."""
 PATHS = [
@@ -233,7 +236,7 @@ def checked_routes(has_keys: bool) -> list[BaseRoute]:
     """
     parent = APIRouter(generate_unique_id_function=lambda route: route.name)
     for checks, routers in ROUTERS:
-        dependencies = [Depends(check) for check in checks]
+        dependencies = [Depends(check, scope="function") for check in checks]
         if has_keys and check_key in checks:
             dependencies.append(Depends(HTTPBearer(auto_error=False)))  # for /docs
         for router in routers:

@@ -211,9 +211,13 @@ def broker_errors() -> Iterator[None]:
         raise unavailable(describe_error(error)) from error
 
 
-@contextlib.asynccontextmanager
-async def asking_broker() -> AsyncIterator[None]:
-    """Turn the broker's errors into ApiError (503), and an answer that does not come in time."""
+async def asks_broker() -> AsyncIterator[None]:
+    """Turn the broker's errors into ApiError (503), and an answer that does not come in time: a dependency of
+    routes that do nothing else.
+    """
     with broker_errors():
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             yield
+
+
+asking_broker = contextlib.asynccontextmanager(asks_broker)

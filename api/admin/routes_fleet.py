@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import re
 import signal
 import socket
 from collections import Counter
@@ -24,7 +25,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from api.admin.routes_manage import describe_adapter
 from api.admin.routes_usage import metric_values
-from api.errors import ApiError, asking_broker, cut, quoted
+from api.errors import ApiError, cut, quoted
 from api.http.auth import is_loopback
 from api.http.openapi import FLEET, HEALTH, TGI_ERRORS, ErrorResponse, RequestId, error_responses, only
 from api.json import fresh_json, to_json
@@ -199,13 +200,6 @@ def is_ready(worker: dict[str, Any]) -> bool:
 # --- routes fleet -------------------------------------------------------------------------------------------
 
 
-COMMAND_LINES = {
-    "gateway": "tokenfleet api",
-    "batcher": "tokenfleet batcher",
-    "worker": "tokenfleet worker",
-    "broker": "valkey-server",
-}
-"""Kinds of processes → what their command lines contain."""
 KILL_ERRORS = error_responses(
     ErrorResponse,
     {403: "The client may not, or the process is not one of this fleet", 404: "No such process"},
@@ -221,7 +215,7 @@ async def fleet(request: Request) -> Response:
     are LoRA adapters, `adapters` has those of `GET /admin/adapters`.
     """
     pool = own_pool(request)
-    listed = await read_process_list(pool)
+    listed = await list_processes(pool.client, pool.batcher)
     settings = pool.settings
     try:
         await pool.check()
@@ -241,8 +235,7 @@ async def fleet(request: Request) -> Response:
     if adapters := pool.adapters.registry.adapters.values():
         content["adapters"] = [describe_adapter(pool.workers.holders, one) for one in adapters]
     if settings.models:
-        async with asking_broker():
-            content["models"] = await list_models(pool.client, settings.pools)
+        content["models"] = await list_models(pool.client, settings.pools)
     return fresh_json(content)
 
 
@@ -264,14 +257,14 @@ async def kill_process(
         raise forbidden(f"the host {quoted(host)} is not a loopback address")
     if origin is not None and origin != f"{request.url.scheme}://{host}":
         raise forbidden(f"the page's origin {quoted(origin)} is not ours")
-    listed = (await read_process_list(pool)).processes
+    listed = (await list_processes(pool.client, pool.batcher)).processes
     process = next((one for one in listed if one["id"] == process_id), None)
     if process is None:
         raise ApiError(404, "not_found", f"There is no process {cut(process_id)} in this fleet")
     if process["kind"] != "broker" and process["host"] != socket.gethostname():
         raise forbidden(f"it runs on {process['host'] or 'another machine'}")
     parent, user, title = await inspect_process(process["pid"])  # a child of this gateway's launcher?
-    if parent != os.getppid() or user != os.getuid() or COMMAND_LINES[process["kind"]] not in title:
+    if parent != os.getppid() or user != os.getuid() or not re.search("tokenfleet |valkey-server", title):
         raise forbidden(f"process {process['pid']} is not one of this fleet")
     # After the response: a gateway may kill itself.
     return Response(
@@ -280,12 +273,6 @@ async def kill_process(
         media_type="application/json",
         background=BackgroundTask(send_sigkill, process["pid"]),
     )
-
-
-async def read_process_list(pool: Pool) -> ProcessList:
-    """Raises ApiError (503) if the broker does not answer."""
-    async with asking_broker():
-        return await list_processes(pool.client, pool.batcher)
 
 
 # --- kill ---------------------------------------------------------------------------------------------------
@@ -368,8 +355,7 @@ async def request_timeline(request: Request, request_id: RequestId) -> Response:
     resumed, ended. Timelines are kept for a day at most; then the response is 404.
     """
     pool = own_pool(request)
-    async with asking_broker():
-        timelines = await read_timelines(pool.client, request_id)
+    timelines = await read_timelines(pool.client, request_id)
     if not timelines:
         why = f"There is no timeline of a request {cut(request_id)}: it was never queued, or it has expired"
         raise ApiError(404, "not_found", why)

@@ -79,8 +79,7 @@ KeyId = Annotated[str, Path(description="Its `key_id`.")]
 async def list_keys(request: Request) -> Response:
     """Returns all keys, the oldest first, revoked and expired ones, too."""
     pool = checked_pool(request)
-    async with asking_broker():
-        known = await api_keys.read_keys(pool.client)
+    known = await api_keys.read_keys(pool.client)
     now_s = pool.client.clock.now_s()
     return fresh_json({"keys": [describe_key(key, now_s) for key in known.values()]})
 
@@ -97,14 +96,13 @@ async def create_key(request: Request) -> Response:
         fields = await body.read(request, KeyFields, pool.settings.payload_limit)
         if fields.webhook:
             check_url(fields.webhook, pool.settings, "webhook")
-        async with asking_broker():
-            return respond_issued(pool, await api_keys.add_key(pool.client, fields))
+        return respond_issued(pool, await api_keys.add_key(pool.client, fields))
 
 
 @router.post("/admin/keys/{key_id}/revoke", summary="Revoke an API key", responses=answer(KEY))
 async def revoke(request: Request, key_id: KeyId) -> Response:
     """Ends a key for ever. Gateways refuse it within seconds, and its running requests end."""
-    async with changing_keys(request) as pool, asking_broker():
+    async with changing_keys(request) as pool:
         revoked = await api_keys.revoke_key(pool.client, key_id)
         return fresh_json(describe_key(revoked, pool.client.clock.now_s()))
 
@@ -114,7 +112,7 @@ async def rotate(request: Request, key_id: KeyId) -> Response:
     """Returns the key with its new text; gateways refuse the old one within seconds. Its running requests go
     on.
     """
-    async with changing_keys(request) as pool, asking_broker():
+    async with changing_keys(request) as pool:
         return respond_issued(pool, await api_keys.rotate_key(pool.client, key_id))
 
 
@@ -191,9 +189,8 @@ async def list_jobs(
     others follow. `counts` has all jobs.
     """
     client = own_pool(request).client
-    async with asking_broker():
-        found, after = await read_page(client, JobQuery(status or "", tenant, search), cursor, limit)
-        counts = await count_jobs(client)
+    found, after = await read_page(client, JobQuery(status or "", tenant, search), cursor, limit)
+    counts = await count_jobs(client)
     return fresh_json({"jobs": [*map(describe_job, found)], "cursor": after, "counts": counts})
 
 
@@ -201,9 +198,8 @@ async def list_jobs(
 async def show_job(request: Request, job_id: JobId) -> Response:
     """Returns a job, and what it asks for: null of one that is not kept, as it has ended and is not dead."""
     client = own_pool(request).client
-    async with asking_broker():
-        record = await read_record(client, job_id)
-        content = await read_content(client, record)
+    record = await read_record(client, job_id)
+    content = await read_content(client, record)
     return fresh_json(describe_job(record) | {"job": content})
 
 
@@ -221,10 +217,9 @@ async def change_job(request: Request, job_id: JobId) -> Response:
     its id, as if it were new.
     """
     pool, (change, why_not) = own_pool(request), CHANGES[request.url.path.rpartition("/")[2]]
-    async with asking_broker():
-        await read_record(pool.client, job_id)
-        if not await change(pool, job_id):
-            raise ApiError(409, "conflict", why_not)
+    await read_record(pool.client, job_id)
+    if not await change(pool, job_id):
+        raise ApiError(409, "conflict", why_not)
     return fresh_json({"id": job_id})
 
 
@@ -270,13 +265,12 @@ async def list_events(
     """
     client = own_pool(request).client
     key = client.keys.dead_webhooks if state == "dead" else client.keys.webhooks
-    async with asking_broker():
-        found = await client.redis.zrange(key, 0, limit - 1, withscores=True)
-        async with client.redis.pipeline(transaction=False) as pipe:
-            pipe.zcard(key)
-            for event_id, _ in found:
-                pipe.hgetall(client.keys.webhook_event(event_id.decode()))
-            total, *hashes = await pipe.execute()
+    found = await client.redis.zrange(key, 0, limit - 1, withscores=True)
+    async with client.redis.pipeline(transaction=False) as pipe:
+        pipe.zcard(key)
+        for event_id, _ in found:
+            pipe.hgetall(client.keys.webhook_event(event_id.decode()))
+        total, *hashes = await pipe.execute()
     events = [
         describe_event(StoredEvent(event_id.decode(), fields), state, at_ms)
         for (event_id, at_ms), fields in zip(found, hashes, strict=True)
@@ -291,9 +285,8 @@ async def retry_event(request: Request, event_id: Annotated[str, Path(descriptio
     pool = own_pool(request)
     is_there = False
     if EVENT_ID.fullmatch(event_id):
-        async with asking_broker():
-            retry = call_script("retry_webhook", bool, pool.client.keys, args={"event_id": event_id})
-            is_there = await pool.client.run(retry)
+        retry = call_script("retry_webhook", bool, pool.client.keys, args={"event_id": event_id})
+        is_there = await pool.client.run(retry)
     if not is_there:
         raise ApiError(404, "not_found", "No event with this id waits or was given up")
     return fresh_json({"id": event_id, "state": "waiting"})
