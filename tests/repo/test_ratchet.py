@@ -13,12 +13,12 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (12_566, 24_379),
+    "api": (12_555, 24_364),
     "batcher": (2_786, 4_798),
     "gpu_worker": (10_886, 20_762),
     "common": (3_742, 7_468),
     "deploy": (2_497, 4_325),
-    "tests": (31_433, 54_899),
+    "tests": (31_432, 54_881),
     "benchmarks": (2_189, 3_702),
 }
 MOST_WORDS_OF_DOCS = 21_822
