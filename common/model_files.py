@@ -75,8 +75,7 @@ def eos_ids(path: Path, tokenizer: Path | None = None) -> list[int]:
     """Return the ids that end a sequence: from the generation, model or tokenizer config, in this order, and
     the one of the tokenizer in another directory.
     """
-    known = configured_eos_ids(path)
-    tokenizer = tokenizer or path
+    known, tokenizer = configured_eos_ids(path), tokenizer or path
     if known and tokenizer == path:
         return known
     return [*known, *(token_id for token_id in tokenizer_eos_ids(tokenizer) if token_id not in known)]
@@ -117,8 +116,7 @@ def special_ids(path: Path) -> frozenset[int]:
 
 
 def added_tokens(path: Path) -> list[dict[str, Any]]:
-    tokens: list[dict[str, Any]] = read_json(path / "tokenizer.json").get("added_tokens", [])
-    return tokens
+    return list(read_json(path / "tokenizer.json").get("added_tokens", []))
 
 
 def read_tokenizer(path: Path, setting: str = "model_id") -> Tokenizer:
@@ -362,14 +360,16 @@ def conversion_path(gguf: Path, dtype: str) -> Path:
     DTYPE=float32 has a directory of its own, with the exact values of quantised weights; any other dtype has
     them rounded to bfloat16, in half the size.
     """
-    with gguf.open("rb") as file:
-        head = file.read(HEAD_BYTES)
-        file.seek(max(0, gguf.stat().st_size - HEAD_BYTES))
-        content = hashlib.sha256(
-            b"%b %b %d %d" % (head, file.read(), gguf.stat().st_size, CONVERSION_VERSION)
-        )
     suffix = f"-{EXACT_DTYPE}" if dtype == EXACT_DTYPE else ""
-    return cache_folder(CONVERTED) / f"{gguf.stem}-{content.hexdigest()[:12]}{suffix}"
+    return cache_folder(CONVERTED) / f"{gguf.stem}-{digest(gguf, CONVERSION_VERSION)[:12]}{suffix}"
+
+
+def digest(path: Path, version: int = 0) -> str:
+    """Return a digest of a file's size, its beginning and its end."""
+    with path.open("rb") as file:
+        head, size = file.read(HEAD_BYTES), path.stat().st_size
+        file.seek(max(0, size - HEAD_BYTES))
+        return hashlib.sha256(b"%b %b %d %d" % (head, file.read(), size, version)).hexdigest()
 
 
 def ensure_converted(gguf: Path, progress: Progress, dtype: str) -> Path:

@@ -2,7 +2,6 @@
 machines, which find the model by themselves, first compare its files and their settings.
 """
 
-import hashlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -225,8 +224,6 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-PART_BYTES = 2**16
-"""The first and last bytes of a weight file tell another one of the same shapes."""
 EQUAL_SETTINGS = (
     "block_size",
     "kv_cache_dtype",
@@ -244,25 +241,18 @@ EQUAL_SETTINGS = (
 
 
 def describe_model(path: Path, settings: Settings, dtype: str, device: str) -> dict[str, str]:
-    """What must be the same at all ranks: digests of files, and settings."""
+    """What must be the same at all ranks: settings, and digests of files. The first and last bytes of weights
+    tell others of the same shapes.
+    """
     weights = [] if settings.makes_weights else model_files.weight_files(path)
     files = [*(path / name for name in model_files.REQUIRED_FILES), *weights]
     return {
-        **{file.name: digest(file) for file in files},
+        **{file.name: model_files.digest(file) for file in files},
         **{name: str(getattr(settings, name)) for name in EQUAL_SETTINGS},
         "version": version("tokenfleet"),
         "device": device,
         "dtype": dtype,
     }
-
-
-def digest(path: Path) -> str:
-    """A digest of a file's size, its beginning and its end."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        head = file.read(PART_BYTES)
-        file.seek(max(0, size - PART_BYTES))
-        return hashlib.sha256(b"%d %b %b" % (size, head, file.read())).hexdigest()
 
 
 def check_same(model_id: str, descriptions: Sequence[Mapping[str, str]], members: Sequence[Member]) -> None:
