@@ -104,7 +104,7 @@ def pack_blocks(
 
 
 def pack_quants(quants: torch.Tensor, bits: int, words: int) -> torch.Tensor:
-    """uint8 or int8 [panels, panel, inputs] → int32 [panels, inputs / (words * places), panel, words]"""
+    """Integers [panels, panel, inputs] → int32 [panels, inputs / (words * places), panel, words]"""
     places = quants.view(*quants.shape[:2], -1, 32 // bits, words).permute(0, 2, 1, 4, 3)  # [..., places]
     shifted = (places.int() & 2**bits - 1) << torch.arange(0, 32, bits, dtype=torch.int32)
     packed: torch.Tensor = shifted.sum(-1, dtype=torch.int32)

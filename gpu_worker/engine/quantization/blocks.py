@@ -5,7 +5,7 @@ A weight is quant * scale + offset of its block, computed in float32 and rounded
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -74,13 +74,6 @@ class Blocks:
             quants = quants[:, ::2] | quants[:, 1::2] << 4
         fields = {"quants": quants, "scales": self.scales, "offsets": self.offsets}
         return {name: tensor.contiguous() for name, tensor in fields.items() if tensor is not None}
-
-    @classmethod
-    def of_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> "Blocks":
-        quants = tensors["quants"]
-        if quants.dtype == torch.uint8:
-            quants = torch.stack([quants & 15, quants >> 4], 2).flatten(1)
-        return cls(quants, tensors["scales"], tensors.get("offsets"))
 
     def of_rows(self, rows: torch.Tensor) -> "Blocks":
         """The blocks of some outputs, integers [outputs]."""

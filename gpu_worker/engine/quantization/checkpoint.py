@@ -196,8 +196,8 @@ AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 def unpack_bits(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Words int32 [rows, n], each row a string of bits from the lowest of the first word on → quants of 2, 3,
-    4 or 8 bits, uint8 [rows, n * 32 / bits]
+    """Words int32 or bytes [rows, n], each row a string of bits from the lowest of the first one on → quants
+    of 2, 3, 4 or 8 bits, uint8 [rows, bits of a row / bits]
     """
     octets = words.contiguous().view(torch.uint8)
     if 8 % bits == 0:
@@ -328,7 +328,9 @@ def blocks_shape(stored: Stored, config: Config) -> list[int]:
 
 
 def read_blocks(fields: Fields, config: Config) -> Weight:
-    return Blocks.of_tensors(fields)
+    quants = fields["quants"]
+    quants = unpack_bits(quants, 4) if quants.dtype == torch.uint8 else quants
+    return Blocks(quants, fields["scales"], fields.get("offsets"))
 
 
 FLOATS8 = {"F8_E4M3", "F8_E5M2"}

@@ -30,6 +30,7 @@ from common import model_files
 from common.quantize_job import GROUP_SIZES, WHOLE_ROW, QuantizeJob
 from common.rank import RankInfo
 from common.settings.settings import SettingError, Settings
+from gpu_worker.engine.cpu.packed_linear import pack_quants
 from gpu_worker.engine.model.families import register_family
 from gpu_worker.engine.model.load import choose_device
 from gpu_worker.engine.model.quantized_linears import rounded_linears
@@ -177,20 +178,13 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".
 """Ends of names of files that have weights."""
 
 
-def pack_bits(quants: torch.Tensor, bits: int) -> torch.Tensor:
-    """Integers [rows, n] → words int32 [rows, n * bits / 32], the first quants in the lowest bits"""
-    places = quants.to(torch.int64).view(len(quants), -1, WORD_BITS // bits)
-    words = (places << torch.arange(0, WORD_BITS, bits)).sum(-1)
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-
-
 def fields_of(grid: Grid, quants: torch.Tensor, scales: torch.Tensor) -> Fields:
     """A layer's tensors, of quants uint8 [outputs, inputs] and scales float32 [outputs, groups]; version 1
     stores zeros smaller by one.
     """
     return {
-        "qweight": pack_bits(quants, grid.bits).T,
-        "qzeros": pack_bits(torch.full_like(scales.T, grid.zero - 1), grid.bits),
+        "qweight": pack_quants(quants[None], grid.bits, 1)[0, ..., 0],
+        "qzeros": pack_quants(torch.full_like(scales.T, grid.zero - 1)[None], grid.bits, 1)[0, ..., 0].T,
         "scales": scales.T.to(grid.dtype),
         "g_idx": torch.arange(quants.shape[1], dtype=torch.int32) // grid.size,
     }
