@@ -1,22 +1,16 @@
 """Model tokenizer: turns prompts into token ids, and has the model's special tokens and chat template.
 
 A byte of text takes some two hundred bytes of memory until its tokens are rendered. So `TextBudget` limits
-how much text a gateway tokenizes at once, and `TextBound` tells that a text has too many tokens without
-tokenizing it.
+how much text a gateway tokenizes at once, and of a text that is far too long only the beginning is tokenized.
 """
 
 import asyncio
-import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
-
-from tokenizers import Tokenizer
-from tokenizers.models import BPE
 
 from api.event_loop import LONG_SIZE
 from api.prompts.chat_template import ChatTemplate, ControlTexts, PlainCopy, Rendered, control_texts
@@ -32,12 +26,10 @@ SHORT_BYTES = 2**16
 """Texts up to this size do not wait for long ones, which take seconds."""
 MAX_LONG = 2
 """Long texts that a gateway tokenizes at once, first come, first served."""
-SHRINKS = {"Prepend": 1, "NFC": 4}
-"""Normalizers → the most characters that become one; 4 is Unicode's longest composition."""
-SPLITTERS = ("ByteLevel", "Metaspace", "Digits", "Punctuation")
-"""Pre-tokenizers that drop no character."""
-
-BYTE_TOKENS = {f"<0x{number:02X}>" for number in range(256)}
+CHARS_OF_TOKEN = 8
+"""Nearly all texts have more tokens than one for so many characters."""
+NUM_BEYOND = 1024
+"""The beginning of a text has at most so many tokens more than the text: where it is cut, others end."""
 PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 """Bytes that ByteLevel writes as the character of the same number; the others follow in order from 256 on."""
 BYTE_LEVEL = {chr(number): number for number in PRINTABLE} | {
@@ -94,89 +86,6 @@ def utf8_size(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
 
 
-# --- bound --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class TextBound:
-    """How many tokens a text has at least.
-
-    Attributes:
-        max_chars: the most characters that one token stands for.
-        dropped: characters of which no token is made.
-    """
-
-    max_chars: int
-    dropped: str = ""
-
-    def least_tokens(self, text: str) -> int:
-        num_chars = len(text) - sum(text.count(character) for character in self.dropped)
-        return -(-num_chars // self.max_chars)
-
-
-def text_bound(tokenizer: Tokenizer) -> TextBound | None:
-    """The bound of a tokenizer; None if one token may stand for any number of characters."""
-    splitters = [*parts_of(tokenizer.pre_tokenizer)]
-    strips = any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values())
-    dropped = dropped_characters(tokenizer, splitters)
-    if strips or dropped is None or not all(map(keeps_characters, splitters)):
-        return None
-    shrinks = [shrink_of(one) for one in parts_of(tokenizer.normalizer)]
-    if None in shrinks:
-        return None
-    # a token has a character for each character of its part of the text, or with ByteLevel for each byte
-    longest = max(map(len, tokenizer.get_vocab())) * max([1, *(shrink for shrink in shrinks if shrink)])
-    return TextBound(longest, dropped)
-
-
-def dropped_characters(tokenizer: Tokenizer, splitters: Iterable[Mapping[str, Any]]) -> str | None:
-    """Characters of which no token is made; None if any may be dropped, or if several unknown ones may become
-    one token.
-    """
-    model = tokenizer.model
-    if not isinstance(model, BPE):
-        return None
-    known = tokenizer.get_vocab().keys()
-    if any(one["type"] == "ByteLevel" for one in splitters):
-        unknown = BYTE_LEVEL.keys() - known
-        # a character beyond ASCII begins with one of these bytes, so it has a token
-        within = all(BYTE_LEVEL[spelled] < 0x80 or BYTE_LEVEL[spelled] >= 0xC0 for spelled in unknown)
-        ascii_only = "".join(chr(BYTE_LEVEL[spelled]) for spelled in unknown if BYTE_LEVEL[spelled] < 0x80)
-        return ascii_only if within else None
-    if model.byte_fallback and known >= BYTE_TOKENS:
-        return ""
-    return "" if model.unk_token is not None and not model.fuse_unk else None
-
-
-def parts_of(component: Any) -> Iterator[Mapping[str, Any]]:
-    """The parts of a normalizer or pre-tokenizer, as in tokenizer.json."""
-    if component is not None:
-        yield from flatten(json.loads(component.__getstate__()))
-
-
-def flatten(part: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    inner = part.get("normalizers") or part.get("pretokenizers")
-    if inner is None:
-        yield part
-    else:
-        for one in inner:
-            yield from flatten(one)
-
-
-def keeps_characters(splitter: Mapping[str, Any]) -> bool:
-    kind, behavior = splitter["type"], splitter.get("behavior")
-    return behavior != "Removed" and (kind in SPLITTERS or kind == "Split")
-
-
-def shrink_of(normalizer: Mapping[str, Any]) -> int | None:
-    """The most characters that a normalizer turns into one; None if any number."""
-    if normalizer["type"] == "Replace":
-        replaced = normalizer["pattern"].get("String")
-        keeps = replaced is not None and len(replaced) <= len(normalizer["content"])
-        return 1 if keeps else None
-    return SHRINKS.get(normalizer["type"])
-
-
 # --- tokenizer ----------------------------------------------------------------------------------------------
 
 
@@ -192,7 +101,6 @@ class ModelTokenizer:
         chat_template: None if the model has none.
         sampling_defaults: defaults of /v1 (GENERATION_CONFIG).
         budget: shared by all tokenizers of this gateway.
-        bound: how many tokens a text has at least; None if only tokenizing tells.
         starting_ids: ids that follow a prompt and start the decoder, of an encoder-decoder model.
         pictures: how pictures stand in prompts; None for models that see none.
     """
@@ -218,7 +126,6 @@ class ModelTokenizer:
         )
         self.sampling_defaults = load_sampling_defaults(path, settings)
         self.budget = budget or TextBudget(settings.validation_workers)
-        self.bound = text_bound(backend)
         self.starting_ids = model_files.starting_ids(path)
         return_memory()
 
@@ -249,8 +156,17 @@ class ModelTokenizer:
             await asyncio.to_thread(self.plain)
         return await self.budget.run(utf8_size(prompt.text), work)
 
-    async def encode_prompt(self, prompt: Rendered, add_special_tokens: bool) -> list[int]:
-        """Token ids of a prompt. Raises ApiError."""
+    async def encode_prompt(
+        self, prompt: Rendered, add_special_tokens: bool, most: int | None = None
+    ) -> list[int]:
+        """Token ids of a prompt; only those of its beginning where they are far more than `most`. Raises
+        ApiError.
+        """
+        if most is not None and len(prompt.guarded) > (end := CHARS_OF_TOKEN * (most + NUM_BEYOND)):
+            head = prompt._replace(guarded=prompt.guarded[:end])
+            ids = await self.encode_prompt(head, add_special_tokens)
+            if len(ids) > most + NUM_BEYOND:
+                return ids
         return await self.run(prompt, lambda: self.encode_rendered(prompt, add_special_tokens))
 
     def encode_rendered(self, prompt: Rendered, add_special_tokens: bool) -> list[int]:

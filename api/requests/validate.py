@@ -16,7 +16,7 @@ from api.event_loop import offload
 from api.grammar.compile import Grammar, compile_grammar
 from api.prompts.chat_template import Rendered
 from api.prompts.pictures import PicturePrompts, PictureSource, ShownPictures
-from api.prompts.tokenizer import ModelTokenizer
+from api.prompts.tokenizer import NUM_BEYOND, ModelTokenizer
 from common import tracing
 from common.messages.records import group_room, pack_ids
 from common.messages.request import BeamParams, Generate, LogitsParams, SamplingParams, StoppingParams
@@ -333,11 +333,8 @@ async def encode_prompt(params: GenerationParams, limits: Limits, tokenizer: Mod
     if params.prompt_ids is not None:
         ids = params.prompt_ids
     elif params.prompt is not None and params.prompt.guarded:
-        if params.truncate is None and tokenizer.bound is not None:  # one that cannot fit is not tokenized
-            num_tokens = tokenizer.bound.least_tokens(params.prompt.text)
-            if num_tokens > limits.max_input_tokens:
-                raise too_many_tokens(field, f"at least {num_tokens}", limits)
-        ids = await tokenizer.encode_prompt(params.prompt, params.add_special_tokens)
+        most = limits.max_input_tokens if params.truncate is None else None
+        ids = await tokenizer.encode_prompt(params.prompt, params.add_special_tokens, most)
     else:
         raise invalid(f"`{field}` cannot be empty")
     ids = ids[-(params.truncate or 0) :]
@@ -345,15 +342,12 @@ async def encode_prompt(params: GenerationParams, limits: Limits, tokenizer: Mod
         raise invalid(f"`{field}` has no tokens")
     ids = [*ids, *tokenizer.starting_ids]
     if len(ids) > limits.max_input_tokens:
-        raise too_many_tokens(field, str(len(ids)), limits)
+        least = "at least " * (len(ids) > limits.max_input_tokens + NUM_BEYOND)
+        words = f"`{field}` must have at most {limits.max_input_tokens} tokens. Given: {least}{len(ids)}"
+        raise too_long(words, field, limits.max_total_tokens)
     if params.prompt_ids is not None:
         check_ids(field, ids, tokenizer)
     return ids
-
-
-def too_many_tokens(field: str, given: str, limits: Limits) -> ApiError:
-    words = f"`{field}` must have at most {limits.max_input_tokens} tokens. Given: {given}"
-    return too_long(words, field, limits.max_total_tokens)
 
 
 def max_new_tokens(params: GenerationParams, num_prompt_tokens: int, limits: Limits) -> int:

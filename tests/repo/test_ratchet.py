@@ -13,12 +13,12 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (12_555, 24_364),
+    "api": (12_502, 24_274),
     "batcher": (2_786, 4_798),
     "gpu_worker": (10_872, 20_741),
     "common": (3_741, 7_468),
     "deploy": (2_497, 4_325),
-    "tests": (31_432, 54_881),
+    "tests": (31_427, 54_867),
     "benchmarks": (2_189, 3_702),
 }
 MOST_WORDS_OF_DOCS = 21_822

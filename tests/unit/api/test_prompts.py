@@ -6,10 +6,9 @@ A bounded number of bytes is tokenized at once, in order; the bound on a text ho
 """
 
 import asyncio
-import functools
 import json
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from api.prompts.chat_template import (
     control_texts,
     rendered_text,
 )
-from api.prompts.tokenizer import BYTE_TOKENS, SHORT_BYTES, TextBound, TextBudget, text_bound
+from api.prompts.tokenizer import SHORT_BYTES, TextBudget
 from common import model_files
 from common.settings.settings import SettingError
 from tests.support.source_tree import ROOT
@@ -492,7 +491,7 @@ async def test_a_caller_that_leaves_gives_its_room_back_when_its_work_has_ended(
     await works.until("other", "b")
 
 
-# --- tokenizer bounds ---------------------------------------------------------------------------------------
+# --- far too long ------------------------------------------------------------------------------------------
 
 MANY_WORDS = {"a": 0, "b": 1, "ab": 2, "▁": 3, "▁a": 4, "é": 5, "<0x00>": 6}
 BYTES = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {"aa": 256}
@@ -517,57 +516,44 @@ def with_token(token: AddedToken) -> Tokenizer:
     return tokenizer
 
 
-bound_of = functools.cache(text_bound)
-"""It reads a whole vocabulary: once, not for each text."""
 SPACE_PREPENDED = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-BOUNDED = [
+CUT = [
     TOKENIZER,
     composed(bpe(BYTES), normalizers.NFC(), pre_tokenizers.ByteLevel(add_prefix_space=False)),
     composed(
         bpe(BYTES), None, pre_tokenizers.Sequence([pre_tokenizers.Digits(), pre_tokenizers.ByteLevel()])
     ),
+    composed(bpe(unk_token="é", fuse_unk=True), normalizers.Sequence(SPACE_PREPENDED)),
+    composed(bpe(), None, pre_tokenizers.ByteLevel()),
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")),
+    composed(bpe(unk_token="é"), normalizers.Strip(), pre_tokenizers.Whitespace()),
+    composed(bpe(unk_token="é"), normalizers.Replace(Regex("a+"), "a")),
+    with_token(AddedToken("<s>", rstrip=True)),
 ]
 
 
-@pytest.mark.parametrize("tokenizer", BOUNDED)
-@given(text=st.text() | st.text("ạ̈ \n1é<|im_end>\x04") | st.text("ᾧ̓͂ͅ가각"))
-def test_no_text_has_fewer_tokens_than_the_bound_says(tokenizer: Tokenizer, text: str) -> None:
-    bound = bound_of(tokenizer)
-    assert bound is not None
-    assert bound.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False).ids)
+@pytest.mark.parametrize("tokenizer", CUT)
+@given(text=st.text() | st.text("ạ̈ \n1é<|im_end>\x04") | st.text("ᾧ̓͂ͅ가각"), data=st.data())
+def test_the_beginning_of_a_text_has_few_tokens_more_than_the_text(
+    tokenizer: Tokenizer, text: str, data: st.DataObject
+) -> None:
+    beginning = text[: data.draw(st.integers(0, len(text)))]
+    both = [len(tokenizer.encode(one, add_special_tokens=False).ids) for one in (beginning, text)]
+    assert both[0] <= both[1] + 16
 
 
-UNBOUNDED: Sequence[tuple[str, Tokenizer]] = [
-    ("unknown characters in a row are one token", bpe(unk_token="é", fuse_unk=True)),
-    ("unknown characters are dropped", bpe()),
-    ("bytes that are no token are dropped", composed(bpe(), None, pre_tokenizers.ByteLevel())),
-    ("a word is one token", Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))),
-    ("spaces are left out", composed(bpe(unk_token="é"), None, pre_tokenizers.Whitespace())),
-    (
-        "matches are left out",
-        composed(bpe(unk_token="é"), None, pre_tokenizers.Split(Regex(" "), "removed")),
-    ),
-    ("spaces at the ends are left out", composed(bpe(unk_token="é"), normalizers.Strip())),
-    ("any number is one", composed(bpe(unk_token="é"), normalizers.Replace(Regex("a+"), "a"))),
-    ("a token takes the spaces beside it", with_token(AddedToken("<s>", rstrip=True))),
-]
+@pytest.mark.parametrize(("word", "num_read"), [("a b", [8 * 1034]), ("\x04", [8 * 1034, 90_000])])
+async def test_of_a_text_that_is_far_too_long_only_the_beginning_is_tokenized(
+    word: str, num_read: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bundled model makes no tokens of a control character: such a text is never too long."""
+    tokenizer, read = model_tokenizer(), list[int]()
+    encode = tokenizer.encode
 
+    def counted(text: str, add_special_tokens: bool) -> list[int]:
+        read.append(len(text))
+        return encode(text, add_special_tokens)
 
-@pytest.mark.parametrize(("why", "tokenizer"), UNBOUNDED, ids=[why for why, _ in UNBOUNDED])
-def test_there_is_no_bound_where_a_token_may_stand_for_any_text(why: str, tokenizer: Tokenizer) -> None:
-    assert text_bound(tokenizer) is None
-
-
-def test_sentencepiece_s_tokens_have_a_character_for_each_of_the_text() -> None:
-    known = MANY_WORDS | {
-        token: i + len(MANY_WORDS) for i, token in enumerate(sorted(BYTE_TOKENS - MANY_WORDS.keys()))
-    }
-    model = models.BPE(vocab=known, merges=[("a", "b")], byte_fallback=True, fuse_unk=True, unk_token="é")
-    tokenizer = composed(Tokenizer(model), normalizers.Sequence(SPACE_PREPENDED))
-    assert text_bound(tokenizer) == TextBound(len("<0x00>"))
-
-
-def test_characters_that_the_bundled_model_does_not_know_count_as_nothing() -> None:
-    bound = text_bound(TOKENIZER)
-    assert bound is not None and bound.least_tokens("\x04" * 10_000) == 0
-    assert bound.least_tokens("a" * 10_000) == -(-10_000 // 81)
+    monkeypatch.setattr(tokenizer, "encode", counted)
+    ids = await tokenizer.encode_prompt(Rendered(word * (90_000 // len(word))), False, most=10)
+    assert (len(ids) > 10) == (word != "\x04") and read == num_read
