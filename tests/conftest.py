@@ -183,6 +183,17 @@ def each_sampler(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium; where there is none, its tests are skipped."""
+    from tests.support.page.scripted_gateway import CHROMIUM, browsing  # most tests need no playwright
+
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on PATH")
+    with browsing() as browser:
+        yield browser
+
+
 @pytest.fixture
 def engine(request: pytest.FixtureRequest, loaded: Any) -> Any:
     """The engine, which reads a step before it launches the next; with AHEAD as on a device that computes by

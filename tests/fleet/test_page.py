@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, Page, expect
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.fleet import Fleet
 from tests.support.fleet.gateways import GatewayProcesses
-from tests.support.page.scripted_gateway import CHROMIUM, browsing, opened
+from tests.support.page.scripted_gateway import opened
 from tests.support.waiting import wait_until_sync
 
 SETTINGS = {
@@ -44,23 +44,15 @@ KILL_BUSY = """(someChars) => new Promise((resolve) => {
 an answer may be whole before a test that looks from outside has seen its beginning.
 """
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH"),
-]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
+def fleet(browser: Browser) -> Iterator[Fleet]:
+    """None where there is no browser to look at it."""
     with Fleet(**SETTINGS) as fleet:
         wait_until_sync(lambda: fleet.workers_ready() == 2)
         yield fleet
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with browsing() as browser:
-        yield browser
 
 
 @pytest.fixture

@@ -18,30 +18,22 @@ from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, play
 from tests.support.parameters.slow_but import slow_but
 
 IN_BLOCKS = ("gptq", "awq", "w8a8-int8")
-SLOW = (
-    *IN_BLOCKS,
-    "gptq-v2",
-    "gptq-2",
-    "gptq-3",
-    "fp8-tensor",
-    "w4a16-asymmetric",
-    "w8a8-fp8-blocks",
-    "bitsandbytes-8",
-    "gptq-8",
-    "fbgemm_fp8",
-    "w8a16",
-    "w4a16",
-    "w8a8-fp8",
-    "bitsandbytes-4",
-)
+QUICK = ("gptq-desc_act", "fp8-blocks", "bitsandbytes-4-nested")
 PROMPTS = ([5, 6, 7], list(range(3, 40)))
 
 
+EXPERTS = ("gptq", "Mixtral")
+"""Each expert has a matrix of its own in the checkpoint, and all are one parameter of the model."""
+
+
 @pytest.mark.parametrize(
-    "form", [pytest.param(form, marks=pytest.mark.slow) if form in SLOW else form for form in FORMATS]
+    ("form", "family"),
+    slow_but(
+        [*((form, "Llama") for form in QUICK), EXPERTS], [*((form, "Llama") for form in FORMATS), EXPERTS]
+    ),
 )
-def test_ids_are_those_of_the_numbers_that_a_checkpoint_means(form: str, tmp_path: Path) -> None:
-    reference = quantized_models.save(tmp_path, *FORMATS[form])
+def test_ids_are_those_of_the_numbers_that_a_checkpoint_means(form: str, family: str, tmp_path: Path) -> None:
+    reference = quantized_models.save(tmp_path, *FORMATS[form], family)
     expected = [tiny_models.generate(reference, prompt, NEW_TOKENS) for prompt in PROMPTS]
     ids = play(engine_of(tmp_path), dict(enumerate(PROMPTS)))
     assert list(ids.values()) == expected
@@ -61,14 +53,6 @@ def test_integers_are_multiplied_in_blocks_with_the_bits_of_plain_weights(
     layers = own.loaded.model.model.layers
     assert all(layer.mlp.down_proj.blocks and layer.self_attn.q_proj.blocks for layer in layers)
     assert not plain.loaded.model.model.layers[0].mlp.down_proj.blocks
-
-
-def test_experts_are_dequantised_at_load(tmp_path: Path) -> None:
-    """Each has a matrix of its own in the checkpoint, and all are one parameter of the model."""
-    write, config = FORMATS["gptq"]
-    reference = quantized_models.save(tmp_path, write, config, "Mixtral")
-    expected = [tiny_models.generate(reference, prompt, NEW_TOKENS) for prompt in PROMPTS]
-    assert list(play(engine_of(tmp_path), dict(enumerate(PROMPTS))).values()) == expected
 
 
 def test_blocks_of_several_sizes_are_refused() -> None:
