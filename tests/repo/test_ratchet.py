@@ -18,7 +18,7 @@ MOST = {  # statements, lines
     "gpu_worker": (10_872, 20_741),
     "common": (3_741, 7_468),
     "deploy": (2_497, 4_325),
-    "tests": (31_427, 54_867),
+    "tests": (31_417, 54_838),
     "benchmarks": (2_189, 3_702),
 }
 MOST_WORDS_OF_DOCS = 21_822
