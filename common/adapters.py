@@ -90,7 +90,7 @@ class AdapterLoad:
     requests: list[tuple[str, int, int]] = wire_field("r", default_factory=list)
 
 
-CONFIG_FILE = "adapter_config.json"
+CONFIG, WEIGHTS = FILES = ("adapter_config.json", "adapter_model.safetensors")
 MAX_CONFIG_BYTES = 2**20
 MAX_PATTERNS = 4096
 REFUSED = {
@@ -176,25 +176,25 @@ def is_named(layer: str, pattern: str) -> bool:
     return layer == name or (pattern[0] != "^" and layer.endswith(f".{name}"))
 
 
-def read_adapter_config(folder: Path) -> AdapterConfig:
-    """Raises AdapterFault."""
-    file = folder / CONFIG_FILE
+def read_config(folder: Path) -> AdapterConfig:
+    """Return the config of an adapter that has weights, too. Raises AdapterFault if it cannot be served."""
+    file = folder / CONFIG
     try:
         with file.open("rb") as opened:
             data = opened.read(MAX_CONFIG_BYTES + 1)
     except FileNotFoundError:
-        raise AdapterFault(f"{folder} has no {CONFIG_FILE}") from None
+        raise AdapterFault(f"{folder} has no {CONFIG}") from None
     except OSError as error:
         raise AdapterFault(f"{file} cannot be read: {error.strerror}") from error
     if len(data) > MAX_CONFIG_BYTES:
         raise AdapterFault(f"{file} is larger than {MAX_CONFIG_BYTES} bytes")
     try:
-        return AdapterConfig.model_validate_json(data)
+        config = AdapterConfig.model_validate_json(data)
     except ValidationError as errors:
-        raise AdapterFault(f"its {CONFIG_FILE} cannot be read: {first_error(errors)}") from errors
-
-
-CONFIG, WEIGHTS = FILES = (CONFIG_FILE, "adapter_model.safetensors")
+        raise AdapterFault(f"its {CONFIG} cannot be read: {first_error(errors)}") from errors
+    if not (folder / WEIGHTS).is_file():
+        raise AdapterFault(f"{folder} has no {WEIGHTS}; pickled weights (.bin) are not read")
+    return config
 
 
 def find_folder(path: str) -> Path:
@@ -213,14 +213,6 @@ def find_folder(path: str) -> Path:
         return model_files.download(hub_id, revision or None, model_files.no_progress, [*FILES])
     except SettingError as error:
         raise AdapterFault(error.cause) from error
-
-
-def read_config(folder: Path) -> AdapterConfig:
-    """Return the config of an adapter that has weights, too. Raises AdapterFault if it cannot be served."""
-    config = read_adapter_config(folder)
-    if not (folder / WEIGHTS).is_file():
-        raise AdapterFault(f"{folder} has no {WEIGHTS}; pickled weights (.bin) are not read")
-    return config
 
 
 def digest_of(folder: Path) -> str:

@@ -63,9 +63,8 @@ async def find(pools: PoolRegistry, request_id: str, owner: str | None = None) -
     if (found := await look_up(pools, request_id)) is None:
         return None
     name, answer, channel = found
-    if owner is not None and not hmac.compare_digest(answer.terms.owner, owner):
-        return None
-    return Admitted(await pools.named(name), answer, channel)
+    is_own = owner is None or hmac.compare_digest(answer.terms.owner, owner)
+    return Admitted(await pools.named(name), answer, channel) if is_own else None
 
 
 def unknown_answer(request_id: str) -> ApiError:

@@ -165,7 +165,7 @@ async def respond(
         return TokenStream([reader], headers)
     socket_of(request.scope).ends.append(partial(end_reading, request.scope, reader, True))
     await keep_socket(request.scope, reader, extra=headers)
-    await wait_until_finished(streams, request)
+    await run_until_one_ends(all_finished(streams), client_gone(request))
     body, more_headers = await render_whole(renderer(answer, streams), arrived_s)
     return Response(body, 200, {**headers, **more_headers}, "application/json")
 
@@ -179,14 +179,6 @@ async def render_whole(renderer: Renderer, arrived_s: float) -> tuple[bytes, dic
     return body, total_headers(renderer.answer, streams, num_tokens, arrived_s)
 
 
-async def wait_until_finished(streams: Sequence[Stream], request: Request) -> None:
-    """Wait until all streams have finished, or one has failed. Raises as `respond`."""
-    await run_until_one_ends(all_finished(streams), client_gone(request))
-    for stream in streams:
-        if stream.terminal and not stream.finished:
-            raise failed(stream.terminal)
-
-
 async def client_gone(request: Request) -> None:
     """Wait until the client of an answer that is not streamed has gone. Raises ClientDisconnect."""
     await wait_for_disconnect(request.scope, request.receive, socket_of(request.scope).probe)
@@ -194,13 +186,14 @@ async def client_gone(request: Request) -> None:
 
 
 async def all_finished(streams: Sequence[Stream]) -> None:
-    """Return when all have finished, or the first one has failed."""
-    ends = [asyncio.create_task(stream.ended.wait()) for stream in streams]
+    """Return when all have finished. Raises ApiError when one has failed."""
+    ends = {asyncio.create_task(stream.ended.wait()): stream for stream in streams}
     try:
-        while any(not stream.terminal for stream in streams):
-            await asyncio.wait([end for end in ends if not end.done()], return_when=asyncio.FIRST_COMPLETED)
-            if any(stream.terminal and not stream.finished for stream in streams):
-                return
+        while ends:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for stream in [ends.pop(end) for end in [*ends] if end.done()]:
+                if stream.terminal and not stream.finished:
+                    raise failed(stream.terminal)
     finally:
         for end in ends:
             end.cancel()

@@ -91,12 +91,13 @@ MAX_AHEAD = 64
 
 class LateText:
     """Detokenizes tokens that came without their texts: these are the texts that the worker would have sent.
+    Without a tokenizer there are none, as of records that stand for several sequences.
 
     Attributes:
         num_seen: number of the stream's tokens that the detokenizer has seen.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int]) -> None:
         self.tokenizer = tokenizer
         self.prompt_ids = prompt_ids
         self.detokenizer: Detokenizer | None = None
@@ -104,6 +105,8 @@ class LateText:
 
     def see(self, ids: Sequence[int], num_tokens: int) -> bool:
         """Show the detokenizer `num_tokens` more of the stream's `ids`. Returns whether some are left."""
+        if self.tokenizer is None:
+            return False
         self.detokenizer = self.detokenizer or Detokenizer(self.tokenizer, self.prompt_ids)
         for token_id in ids[self.num_seen : self.num_seen + num_tokens]:
             self.detokenizer.step(token_id)
@@ -113,7 +116,8 @@ class LateText:
     def texts(self, ids: Sequence[int], new_ids: Sequence[int]) -> list[str]:
         """The texts of `new_ids`, which come after `ids`."""
         self.see(ids, len(ids))
-        assert self.detokenizer is not None
+        if self.detokenizer is None:
+            return [""] * len(new_ids)
         self.num_seen += len(new_ids)
         return [self.detokenizer.step(token_id) for token_id in new_ids]
 
@@ -515,16 +519,6 @@ class EndTimes(StreamTimes):
         self.token_s = self.last_event_s
 
 
-class NoText(LateText):
-    """Texts of records that stand for several sequences: none."""
-
-    def see(self, ids: Sequence[int], num_tokens: int) -> bool:
-        return False
-
-    def texts(self, ids: Sequence[int], new_ids: Sequence[int]) -> list[str]:
-        return [""] * len(new_ids)
-
-
 class BeamSearchStream(Stream):
     """Stream of a beam search: its records are those of all sequences (common/messages/records.py).
 
@@ -537,7 +531,7 @@ class BeamSearchStream(Stream):
         super().__init__(request, tokenizer, answer)
         assert request.beams is not None
         self.times = EndTimes(request.service_class)
-        self.late_text = NoText(tokenizer.backend, self.prompt_ids)
+        self.late_text = LateText(None, self.prompt_ids)
         self.matcher = None
         self.sequences = [Stream(request, tokenizer) for _ in range(request.beams.num_returned)]
         for sequence in self.sequences:

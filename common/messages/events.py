@@ -222,25 +222,19 @@ class ChannelSequences:
 
     def __init__(self, source: str) -> None:
         self.source = source
-        self.last_number: dict[str, int] = {}
-        self.last_flush: dict[str, int] = {}
-        self.published_s: dict[str, float] = {}
+        self.last: dict[str, tuple[int, int, float]] = {}  # channel → number, flush, monotonic time
 
     def next_number(self, channel: str, flush: int = 0) -> int:
         """Return the number, from 1, of the next message on `channel`, which is published with this flush."""
-        self.last_number[channel] = self.last_number.get(channel, 0) + 1
-        self.last_flush[channel] = flush
-        self.published_s[channel] = time.monotonic()
-        return self.last_number[channel]
+        number = 1 + (self.last[channel][0] if channel in self.last else 0)
+        self.last[channel] = number, flush, time.monotonic()
+        return number
 
     def repeated_messages(self, silent_s: float = 0.0) -> Iterator[tuple[str, bytes]]:
         """Yield (channel, payload) of an empty message with the last number, for each channel that had a
         message within REPEATED_FOR_S, but none for `silent_s`.
         """
         now_s = time.monotonic()
-        for channel, published_s in list(self.published_s.items()):
-            if published_s < now_s - REPEATED_FOR_S:
-                del self.published_s[channel]
-            elif published_s <= now_s - silent_s:
-                number, flush = self.last_number[channel], self.last_flush[channel]
+        for channel, (number, flush, published_s) in list(self.last.items()):
+            if now_s - REPEATED_FOR_S <= published_s <= now_s - silent_s:
                 yield channel, encode(Events(self.source, number, flush=flush))

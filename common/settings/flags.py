@@ -344,22 +344,20 @@ def flag_parser(prog: str, everything: bool, description: str = "") -> FlagParse
         if name in SECTIONS:
             section = parser.add_argument_group(SECTIONS[name])
         default = "" if field.default in (None, ()) else f", default {str(field.default).lower()}"
-        nargs = "+" if is_list(name) else "?" if is_switch(name) else None
         help = f"{texts[name]} [{name.upper()}{default}]" if everything or name in FIRST_WEEK else None
-        add(section, name, help, nargs)
+        add(section, name, name, help)
     others = parser.add_argument_group(f"Understood, too: {OF_OTHERS}")
     for option in OPTIONS.values():
         if option.flag:
-            nargs = "?" if option.kind is bool else None
-            add(others, option.name, option.outcome if everything else None, nargs)
+            add(others, option.name, option.name, option.outcome if everything else None)
     for name, target in FLAGS.items():
-        nargs = "?" if is_switch(target) else "+" if is_list(target) else None
-        add(others, name, f"see {flag_of(target)}" if everything else None, nargs)
+        add(others, name, target, f"see {flag_of(target)}" if everything else None)
     return parser
 
 
-def add(parser: Any, name: str, help: str | None, nargs: str | None) -> None:
-    """Add a flag: `nargs` is "?" for a switch, "+" for a list, None for one value."""
+def add(parser: Any, name: str, target: str, help: str | None) -> None:
+    """Add a flag, whose values are those of the setting or option `target`."""
+    nargs = "?" if is_switch(target) else "+" if is_list(target) else None
     names = [short for short, target in SHORT.items() if target == name] + [flag_of(name)]
     values: dict[str, Any] = {"action": "extend" if nargs == "+" else "append", "nargs": nargs}
     values |= {"const": "true"} if nargs == "?" else {}

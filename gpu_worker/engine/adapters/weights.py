@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from common.adapters import AdapterConfig, AdapterFault, read_adapter_config
+from common.adapters import WEIGHTS, AdapterConfig, AdapterFault, read_config
 from gpu_worker.engine.model.weights import TEXT_KEY_MAPPING, listed, renamed
 from gpu_worker.engine.parallel.stages import (
     Interval,
@@ -108,7 +108,6 @@ def is_elsewhere(model: Any, layer: str) -> bool:
     return isinstance(module, RemoteLayer | RemoteEmbedding | nn.Identity)
 
 
-WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 DOWN = (".lora_A.weight", ".lora_embedding_A")
 UP = (".lora_B.weight", ".lora_embedding_B")
@@ -145,15 +144,13 @@ Packed = Mapping[str, LowRankPair]
 
 def stamp_of(folder: Path) -> tuple[int, ...]:
     """What changes with its weights: inode, size and time of the last change. Raises OSError."""
-    found = (folder / WEIGHTS_FILE).stat()
+    found = (folder / WEIGHTS).stat()
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def read_adapter(folder: Path, layers: Any) -> Packed:
     """Read an adapter for the layers of a model (adapters/layers.py). Raises AdapterFault."""
-    config, file = read_adapter_config(folder), folder / WEIGHTS_FILE
-    if not file.exists():
-        raise AdapterFault(f"{folder} has no {WEIGHTS_FILE}; pickled weights (.bin) are not read")
+    config, file = read_config(folder), folder / WEIGHTS
     found: dict[str, LowRankPair] = {}
     try:
         with safe_open(file, framework="pt") as opened:

@@ -102,7 +102,7 @@ async def test_the_log_has_what_is_published_and_tokens_that_nobody_reads(agent:
     logged = [decode(Events, message) for message in logged_messages(fields)]
     assert {(unpack_ids(one.all_tokens[0].ids)[0], one.sequence) for one in logged} == {(5, 1), (6, 0)}
     assert [message for _, message in flush.messages] == [*logged_messages(fields)]
-    assert [*agent.flusher.channels.last_number] == [CHANNEL]
+    assert [*agent.flusher.channels.last] == [CHANNEL]
 
 
 async def test_single_tokens_after_the_first_are_published_in_columns(agent: Agent) -> None:
