@@ -169,6 +169,10 @@ class PublicHosts(httpcore.AsyncNetworkBackend):
         self.named = frozenset(named)
         self.backend = httpcore.AnyIOBackend()
 
+    def connections(self) -> httpcore.AsyncConnectionPool:
+        """For one request."""
+        return httpcore.AsyncConnectionPool(tls_context(), max_connections=1, network_backend=self)
+
     async def connect_tcp(
         self,
         host: str,

@@ -25,7 +25,7 @@ from standardwebhooks import Webhook as Signer
 from api.errors import ApiError, asking_broker, invalid, overloaded
 from api.event_loop import attempt, repeat_forever, retry_forever
 from api.json import to_json
-from api.outbound import PublicHosts, UrlError, check_target, read_url, tls_context
+from api.outbound import PublicHosts, UrlError, check_target, read_url
 from api.requests.fields import optional
 from common.api_keys import ApiKey
 from common.broker.lua import Args, call_script
@@ -304,12 +304,9 @@ class WebhookSender:
         }
         try:
             named = [target.host] if check_target(target, self.settings.webhook_allowed_hosts) else []
-            pool = httpcore.AsyncConnectionPool(
-                ssl_context=tls_context(), network_backend=PublicHosts(named), max_connections=1
-            )
             async with (
                 asyncio.timeout(TIMEOUT_S),
-                pool,
+                PublicHosts(named).connections() as pool,
                 pool.stream("POST", target.url, headers=list(headers.items()), content=payload) as response,
             ):
                 status = response.status

@@ -153,7 +153,7 @@ class PictureFetcher:
         """The bytes of a target, or the one that it redirects to."""
         headers = [("host", target.host_header), *HEADERS]
         async with (
-            httpcore.AsyncConnectionPool(network_backend=self.backend, max_connections=1) as connections,
+            self.backend.connections() as connections,
             connections.stream("GET", target.url, headers=headers) as response,
         ):
             known = {
