@@ -13,7 +13,7 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (12_495, 24_260),
+    "api": (12_496, 24_261),
     "batcher": (2_786, 4_798),
     "gpu_worker": (10_869, 20_738),
     "common": (3_730, 7_452),
