@@ -22,6 +22,8 @@ from gpu_worker.engine.cuda.graphs import CudaGraphs
 from gpu_worker.engine.cuda.linear import fuse_linears
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import load, passes
+from gpu_worker.engine.model.quantized_linears import quantise_linears
+from gpu_worker.engine.quantization.blocks import FindBlocks
 from tests.support.engine import fake_products
 from tests.support.engine.fake_flashinfer.install import install
 from tests.support.engine.tiny_models import FAMILIES, LLAMA
@@ -118,13 +120,18 @@ def engine_on(device: str, folder: Path | str, monkeypatch: pytest.MonkeyPatch, 
     if device == "cuda":
         return Engine(chosen)
     fake_products.install(monkeypatch)
-    monkeypatch.setattr(passes, "pack_linears", lambda model, blocks: fuse_linears(model))
+    monkeypatch.setattr(passes, "pack_linears", as_on_cuda)
     monkeypatch.setattr(load, "choose_backend", backend_of)
     monkeypatch.setattr(engines, "make_capture", lambda device: again)
     engine = Engine(chosen)
     engine.runs_ahead = True
     engine.compile_and_capture(no_progress)
     return engine
+
+
+def as_on_cuda(model: Any, find: FindBlocks) -> None:
+    quantise_linears(model, find, torch.device("cpu"))
+    fuse_linears(model)
 
 
 # --- what is near enough ------------------------------------------------------------------------------------

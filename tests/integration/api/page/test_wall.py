@@ -81,7 +81,7 @@ def test_later_runs_are_compared_with_the_undisturbed_one(browser: Browser) -> N
         gateway.tokens = TEXT.split(" ")
         gateway.gap_s = 0.1
         page.get_by_role("switch", name="Chaos").check()
-        expect(tally["killed"]).to_have_text("1")
+        expect(tally["killed"]).not_to_have_text("0")
         page.get_by_role("switch", name="Chaos").uncheck()
         expect(tally["tokens"]).to_have_text(f"{58 * 16 + 60 * 16:,}")
         expect(page.get_by_role("button", name="Run 16 streams")).to_be_visible()
