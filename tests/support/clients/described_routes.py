@@ -55,7 +55,7 @@ UNDESCRIBED = re.compile(
     "|can only be used for JSON|white space"
     "|chat_template_kwargs"
     "|list of lists of token ids"  # 5.0 again
-    "|cannot be compiled|is not JSON that|json` must be an object|must be a text that is not empty"  # grammars
+    "|cannot be compiled|is not JSON that|json` must be an object|a text that is not empty"  # grammars
     "|`(grammar|response_format)[a-z_.]*` is required"
     "|[Pp]revious response with id|`background` (needs|waits)"
     "|names an answer twice|`to` must not be before|`from` must be within 90 days"
