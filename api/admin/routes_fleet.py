@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import re
 import signal
 import socket
 from collections import Counter
@@ -204,6 +203,8 @@ KILL_ERRORS = error_responses(
     ErrorResponse,
     {403: "The client may not, or the process is not one of this fleet", 404: "No such process"},
 )
+COMMANDS = {"gateway": "tokenfleet api", "broker": "valkey-server"}
+"""Kinds of processes whose command lines do not have their name."""
 router = APIRouter(responses=only(TGI_ERRORS, 401, 403, 503), tags=[FLEET])
 VERSION = version("tokenfleet")
 
@@ -264,7 +265,8 @@ async def kill_process(
     if process["kind"] != "broker" and process["host"] != socket.gethostname():
         raise forbidden(f"it runs on {process['host'] or 'another machine'}")
     parent, user, title = await inspect_process(process["pid"])  # a child of this gateway's launcher?
-    if parent != os.getppid() or user != os.getuid() or not re.search("tokenfleet |valkey-server", title):
+    command = COMMANDS.get(process["kind"], f"tokenfleet {process['kind']}")
+    if parent != os.getppid() or user != os.getuid() or command not in title:
         raise forbidden(f"process {process['pid']} is not one of this fleet")
     # After the response: a gateway may kill itself.
     return Response(

@@ -13,12 +13,12 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (12_496, 24_261),
+    "api": (12_497, 24_263),
     "batcher": (2_786, 4_798),
     "gpu_worker": (10_869, 20_738),
     "common": (3_730, 7_452),
     "deploy": (2_497, 4_325),
-    "tests": (31_421, 54_844),
+    "tests": (31_422, 54_849),
     "benchmarks": (2_189, 3_702),
 }
 MOST_WORDS_OF_DOCS = 21_822

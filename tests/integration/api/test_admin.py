@@ -123,7 +123,11 @@ async def refused(client: Any, name: str = "b0-1", **headers: str) -> tuple[int,
 async def test_the_kill_button_kills_no_other_process(
     broker: Broker, redis: Any, sibling: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with bystander("tokenfleet batcher b0") as process, bystander("somebody's editor") as other:
+    with (
+        bystander("tokenfleet batcher b0") as process,
+        bystander("somebody's editor") as other,
+        bystander("tokenfleet worker w0") as worker,
+    ):
         async with serving(broker.url) as (_, client):
             await show(redis, "b0-1", pid=process.pid)
             assert await refused(client) == (403, "Not killed: DEMO is not on")
@@ -142,8 +146,9 @@ async def test_the_kill_button_kills_no_other_process(
             )
             await show(redis, "b0-1", pid=process.pid, host="elsewhere")
             assert await refused(client) == (403, "Not killed: it runs on elsewhere")
-            await show(redis, "b0-1", pid=other.pid)
-            assert await refused(client) == (403, f"Not killed: process {other.pid} is not one of this fleet")
+            for pid in (other.pid, worker.pid):  # of no process of ours, of one that is no batcher
+                await show(redis, "b0-1", pid=pid)
+                assert await refused(client) == (403, f"Not killed: process {pid} is not one of this fleet")
             await show(redis, "b0-1", pid=2**22 + 1)
             assert (await refused(client))[0] == 404
             monkeypatch.setattr("api.admin.routes_fleet.os.getppid", lambda: 1)
@@ -152,7 +157,7 @@ async def test_the_kill_button_kills_no_other_process(
                 403,
                 f"Not killed: process {process.pid} is not one of this fleet",
             )
-        assert process.poll() is None and other.poll() is None
+        assert process.poll() is None and other.poll() is None and worker.poll() is None
 
 
 @pytest.mark.parametrize("hostname", ["0.0.0.0", "192.0.2.1", "some-machine"])
