@@ -1,12 +1,7 @@
-"""The leader's loop, whose waits end by events, never by their time; and the real engine process behind its
-socket.
-"""
+"""The leader's loop, whose waits end by events, never by their time."""
 
 import contextlib
-import os
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,24 +11,21 @@ from typing import Any
 import pytest
 
 from api.grammar.compile import Grammar, compile_unchecked
-from common.messages.plan import NewRow, WorkerCapacity
+from common.messages.plan import NewRow
 from common.messages.request import BeamParams, LogitsParams, SamplingParams
 from gpu_worker.engine import loop, process
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK
 from gpu_worker.protocol import (
     AgentLink,
-    EngineFailure,
     Frame,
     FrameDecoder,
-    LoadProgress,
     PeerClosed,
     StepResult,
     encode,
 )
 from tests.support.engine.reference import prompt_ids
 from tests.support.engine.row_steps import plan, start_row
-from tests.support.forks.client import ForkedProcess
 from tests.support.prompts import FEW, PROMPTS
 from tests.support.waiting import PATIENCE_S
 
@@ -164,90 +156,6 @@ def test_an_engine_whose_rows_wait_for_a_grammar_says_that_it_lives(
     assert not agent.result().released and not agent.result().released
     gate.set()
     agent.wait_for(numbers)
-
-
-TIMEOUT_S = 240.0
-ENVIRON = {
-    "DTYPE": "float32",
-    "KV_CACHE_BYTES": "64MiB",
-    "MAX_BATCH_PREFILL_TOKENS": "64",
-    "DEBUG_KV": "true",
-}
-
-
-@dataclass
-class Child:
-    process: subprocess.Popen[bytes]
-    channel: socket.socket
-    frames: FrameDecoder = field(default_factory=FrameDecoder)
-
-    def send(self, frame: Frame) -> None:
-        self.channel.sendall(encode(frame))
-
-    def receive(self) -> Frame:
-        while (frame := next(self.frames, None)) is None:
-            data = self.channel.recv(2**16)
-            assert data, "the engine is gone"
-            self.frames.feed(data)
-        return frame
-
-    def ready(self) -> WorkerCapacity | EngineFailure:
-        while isinstance(frame := self.receive(), LoadProgress):
-            assert frame.text
-        assert isinstance(frame, WorkerCapacity | EngineFailure)
-        return frame
-
-
-def start_child(start: type[subprocess.Popen[bytes]] = ForkedProcess, **environ: str) -> Child:
-    ours, theirs = socket.socketpair()
-    ours.settimeout(TIMEOUT_S)
-    with theirs:
-        command = [sys.executable, "-m", "gpu_worker.engine", str(theirs.fileno())]
-        process = start(
-            command,
-            pass_fds=[theirs.fileno()],
-            env=os.environ | ENVIRON | environ,
-        )
-    return Child(process, ours)
-
-
-def end(child: Child) -> int:
-    child.channel.close()
-    try:
-        return child.process.wait(TIMEOUT_S)
-    finally:
-        child.process.kill()
-
-
-@pytest.fixture
-def child(request: pytest.FixtureRequest) -> Iterator[Child]:
-    child = start_child(**getattr(request, "param", {}))
-    yield child
-    end(child)
-
-
-@pytest.mark.parametrize(
-    ("child", "setting", "words"),
-    [
-        pytest.param(
-            {"KV_CACHE_BYTES": "1000000GiB"},
-            "kv_cache_bytes",
-            "MiB of memory are available",
-            marks=pytest.mark.slow,
-        ),
-        ({"BLOCK_SIZE": "many"}, "block_size", "'many' is not a whole number"),
-    ],
-    indirect=["child"],
-)
-def test_unservable_settings_are_reported(child: Child, setting: str, words: str) -> None:
-    failure = child.ready()
-    assert (
-        isinstance(failure, EngineFailure)
-        and failure.setting == setting
-        and words in failure.cause
-        and "\n" not in failure.cause
-    )
-    assert child.process.wait(TIMEOUT_S) == 1
 
 
 @pytest.mark.parametrize(("status", "refused"), [(0, True), (3, False)])

@@ -2,33 +2,27 @@
 and are released; their inputs.
 
 Which prompts a step computes, how much of each, and which units of pictures.
-Blocks of beams: they suffice, and a wrong place or a lost block shows in what a beam reads.
-What a row's next token depends on: counts, bans and top-p as if never interrupted.
 """
 
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from common.messages.plan import NewRow, Plan
-from common.messages.records import num_group_blocks, pack_ids
-from common.messages.request import BeamParams, SamplingParams
 from gpu_worker.engine.batch.adapters import Adapter
 from gpu_worker.engine.batch.prefill import PATIENCE
 from gpu_worker.engine.batch.prefill_budget import PrefillBudget
 from gpu_worker.engine.batch.row import Row, RowSlice
 from gpu_worker.engine.batch.row_pictures import PictureShape, PictureState, PlacedPicture, RowPictures
 from gpu_worker.engine.batch.rows import Rows
-from gpu_worker.engine.batch.sampling_state import SamplingState
 from gpu_worker.engine.batch.state_slots import Snapshots
-from gpu_worker.engine.batch.step_result import Candidate, PromptLogprobs, StepSamples
+from gpu_worker.engine.batch.step_result import PromptLogprobs, StepSamples
 from tests.support.engine.batch_player import packed
 from tests.support.engine.row_steps import (
     BLOCK,
@@ -407,125 +401,3 @@ def test_rows_of_batches_decode_while_a_callers_picture_takes_the_whole_step() -
     rows.apply(plan(100, 24, [start_row(8, picture.ids.tolist(), 9, blocks=[9, 10], class_index=0)]))
     assert [one[0] for one in run_step(rows)[0]] == [*range(9)]
     assert [one[0] for one in run_step(rows)[0]] == [8]
-
-
-# --- beam blocks --------------------------------------------------------------------------------------------
-
-WIDTH = 4
-
-
-class Memory:
-    """What each block holds, by its offsets: a hash of all tokens up to there."""
-
-    def __init__(self) -> None:
-        self.pages: dict[int, list[int]] = {}
-
-    def copy(self, copies: list[tuple[int, int]]) -> None:
-        assert not {source for source, _ in copies} & {target for _, target in copies}
-        for source, target in copies:
-            self.pages[target] = list(self.pages[source])
-
-    def write(self, row_slice: RowSlice, ids: list[int]) -> None:
-        """Write a slice of a row with these ids, and check what it reads."""
-        blocks = row_slice.row.blocks.tolist()
-        for position in range(row_slice.begin, row_slice.kv_len):
-            page = self.pages.setdefault(blocks[position // BLOCK], [0] * BLOCK)
-            page[position % BLOCK] = hash(tuple(ids[: position + 1]))
-        for position in range(row_slice.kv_len):
-            page = self.pages[blocks[position // BLOCK]]
-            assert page[position % BLOCK] == hash(tuple(ids[: position + 1])), position
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    st.integers(1, 3 * BLOCK),
-    st.integers(1, 4 * BLOCK),
-    st.integers(0, 2**32),
-    st.sampled_from([1, 3, 100]),
-)
-def test_beams_read_their_own_tokens_from_blocks_that_suffice(
-    num_prompt: int, max_new_tokens: int, seed: int, num_blocks_at_once: int
-) -> None:
-    """Candidates of a search are random; blocks are granted as they are needed, few at a time."""
-    random, memory = np.random.default_rng(seed), Memory()
-    free = list(range(1, 1 + num_group_blocks(num_prompt, num_prompt + max_new_tokens - 1, WIDTH, BLOCK)))
-    first = -(-num_prompt // BLOCK)
-    beams = BeamParams(WIDTH, early_stopping=int(random.integers(3)))
-    rows = Rows(BLOCK, [EOS])
-    row = start(1, num_prompt, 0, end=max_new_tokens, beams=beams)
-    rows.apply(plan(10_000, 1000, [replace(row, blocks=pack_ids(free[:first]))]))
-    rest = free[first:]
-    while 1 in rows.rows:
-        slices = rows.launch()
-        if not slices:
-            assert rest, "the blocks do not suffice"
-            more, rest = rest[:num_blocks_at_once], rest[num_blocks_at_once:]
-            rows.apply(plan(10_000, 1000, blocks=[(1, pack_ids(more))]))
-            continue
-        memory.copy(rows.copies)
-        rows.copies.clear()
-        group: Any = rows.rows[1].output
-        texts = [beam.ids for beam in group.search.beams]
-        for row_slice, text in zip(slices, texts, strict=True):
-            memory.write(row_slice, [*range(num_prompt), *text])
-        candidates = [
-            Candidate(int(parent), int(token), -1.0, -float(total))
-            for parent, token, total in zip(
-                random.integers(len(texts), size=12),
-                random.choice([EOS, *range(10, 200)], 12),
-                np.sort(random.random(12)) + group.search.length,
-                strict=True,
-            )
-        ]
-        num_samples = len(slices)
-        rows.collect(slices, StepSamples([7] * num_samples, [-1.0] * num_samples, candidates={1: candidates}))
-    result = rows.take_result()
-    assert [row for row, _ in result.released] == [1] and not rows.rows and not rows.copies
-    assert len(result.sequences) == 1
-
-
-# --- sampling state -----------------------------------------------------------------------------------------
-
-
-@given(
-    st.lists(st.integers(0, 9), min_size=1, max_size=30),
-    st.lists(st.integers(0, 200), max_size=200),
-    st.integers(0, 200),
-    st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), max_size=5),
-)
-def test_a_resumed_row_has_the_state_of_one_that_was_never_interrupted(
-    prompt: list[int], tokens: list[int], base: int, words: list[list[int]]
-) -> None:
-    sampling = SamplingParams(
-        frequency_penalty=0.5,
-        presence_penalty=0.2,
-        relative_frequency_penalty=0.7,
-        temperature=1.0,
-        top_p=0.9,
-        top_p_decay=0.9,
-        top_p_min=0.2,
-        top_p_reset_ids=[5],
-        bad_words=words,
-    )
-    start = start_row(0, [*prompt, *tokens[:base]], 999, len(tokens[:base]), sampling=sampling)
-    resumed_start = start_row(0, [*prompt, *tokens], 999, len(tokens), sampling=sampling)
-    uninterrupted, resumed = SamplingState.of(start, []), SamplingState.of(resumed_start, [])
-    assert uninterrupted and resumed
-    for token in tokens[base:]:
-        uninterrupted.accept(token)
-    assert (uninterrupted.tail, uninterrupted.banned_ids_at(5), uninterrupted.top_p) == (
-        resumed.tail,
-        resumed.banned_ids_at(5),
-        resumed.top_p,
-    )
-    found = penalties_of(uninterrupted)
-    assert found == penalties_of(resumed)
-    for token, penalty in found.items():
-        count, all_ids = tokens.count(token), [*prompt, *tokens]
-        expected = 0.5 * count + 0.2 * (count > 0) + 0.7 * all_ids.count(token) / len(all_ids)
-        assert penalty == pytest.approx(expected, rel=1e-5)
-
-
-def penalties_of(state: SamplingState | None) -> dict[int, float]:
-    assert state and state.token_counts
-    return dict(zip(state.token_counts.ids.tolist(), state.penalty().tolist(), strict=True))
