@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from common.settings.settings import SettingError
 from gpu_worker.engine.attention.backend import FLOATS8, AttentionSpec, Geometry, KVCache, LayerSpec, raw
 from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
 from gpu_worker.engine.attention.sdpa import SdpaBackend
@@ -123,21 +122,6 @@ def test_a_cache_has_room_for_four_times_the_tokens_of_float32(folder: Path) -> 
     assert engines[1].ready.num_blocks // 4 == engines[0].ready.num_blocks
     for tensor in (*engines[1].loaded.cache.keys, *engines[1].loaded.cache.values):
         assert tensor.dtype == torch.float8_e5m2
-
-
-@pytest.mark.parametrize(
-    ("scale", "line"),
-    [
-        (torch.ones(2), "k_scale has 2 numbers; a cache of 8-bit floats has one for a layer"),
-        (torch.tensor(-1.0), "k_scale is -1.0, and must be more than 0"),
-    ],
-)
-def test_other_scales_are_refused(scale: torch.Tensor, line: str, tmp_path: Path) -> None:
-    tiny_models.save(tmp_path, *FAMILIES["Llama"])
-    rewrite(tmp_path, {1: (scale, torch.tensor(1.0))})
-    with pytest.raises(SettingError, match=rf"model\.layers\.1\.self_attn\.{line}"):
-        engine_with_cache(tmp_path, "fp8_e4m3")
-    engine_with_cache(tmp_path, "auto")
 
 
 def test_latents_have_the_scale_of_k(tmp_path: Path) -> None:

@@ -8,8 +8,6 @@ import torch
 import transformers
 
 from common.messages.request import PoolingParams
-from common.pooling import read_pooling
-from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.engine import Engine
 from tests.support.engine.tiny_engine import engine_of, prompts
 from tests.support.engine.tiny_models import LLAMA
@@ -98,50 +96,6 @@ def test_it_gives_its_memory_up_and_takes_it_back(tmp_path: Path) -> None:
     assert torch.equal(pool_rows(engine, {2: lines()[3]})[2], before)
 
 
-@pytest.mark.parametrize(
-    "sizes, settings, words",
-    [
-        ({}, {"runner": "generate"}, "RUNNER: generate, but .* is an encoder, which makes no text"),
-        ({}, {"quantize": "fp8"}, "QUANTIZE: fp8 is not served for encoders"),
-        ({"num_labels": 3}, {}, r"has 3 labels: only models with one score \(rerankers\)"),
-    ],
-)
-def test_what_an_encoder_cannot_do_is_refused(
-    tmp_path: Path, sizes: dict[str, Any], settings: dict[str, Any], words: str
-) -> None:
-    save_encoder(tmp_path, "BERT", **sizes)
-    with pytest.raises(SettingError, match=words):
-        engine_of(tmp_path, **settings)
-
-
-@pytest.mark.parametrize(
-    "name, content, words",
-    [
-        (
-            "1_Pooling/config.json",
-            '{"pooling_mode_weightedmean_tokens": true}',
-            "weightedmean; one of cls, mean",
-        ),
-        (
-            "1_Pooling/config.json",
-            '{"pooling_mode_cls_token": true, "pooling_mode_mean_tokens": true}',
-            "pools by cls and mean; one of",
-        ),
-        ("modules.json", "[" * 100_000, "is not JSON"),
-        ("modules.json", "{}", "is no JSON list of objects"),
-        ("modules.json", "[1]", "is no JSON list of obj"),
-    ],
-)
-def test_ways_to_pool_that_are_not_served_or_damaged_are_named(
-    tmp_path: Path, name: str, content: str, words: str
-) -> None:
-    save_encoder(tmp_path, "BERT")
-    save_modules(tmp_path)
-    (tmp_path / name).write_text(content)
-    with pytest.raises(SettingError, match=words):
-        read_pooling(tmp_path, Settings(model_id=str(tmp_path)))
-
-
 SIZES = LLAMA | {"initializer_range": 0.2}
 
 
@@ -194,13 +148,6 @@ def test_scores_are_those_of_the_classifier(tmp_path: Path) -> None:
     engine = engine_of(tmp_path)
     check_vectors(engine, expected)
     assert (engine.ready.pooling, engine.ready.vocab_size) == ("classify", 1)
-
-
-def test_a_decoder_that_pools_by_the_mean_is_refused(tmp_path: Path) -> None:
-    save(tmp_path, "Llama", SIZES)
-    save_modules(tmp_path)
-    with pytest.raises(SettingError, match=r"pools by mean: of a decoder, .* only lasttoken is served"):
-        engine_of(tmp_path)
 
 
 def save(folder: Path, family: str, sizes: dict[str, Any], kind: str = "ForCausalLM") -> Any:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.mamba import modeling_mamba
 
 from common.messages.request import BeamParams
-from common.settings.settings import SettingError, Settings
+from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model.load import load
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK
@@ -137,14 +137,6 @@ def test_states_count_within_the_memory_of_the_cache(granite: tuple[Path, Ids]) 
     assert 2**19 - loaded.geometry.block_bytes < blocks * loaded.geometry.block_bytes <= 2**20
     few = Settings(model_id=str(granite[0]), kv_cache_bytes=2**20, max_batch_size=3, **SETTINGS)
     assert load(few, print, SINGLE_RANK).states.num_slots == 3
-    with pytest.raises(SettingError, match="half of 1000 bytes are too few: the states of one row take"):
-        load(Settings(model_id=str(granite[0]), kv_cache_bytes=1000, **SETTINGS), print, SINGLE_RANK)
-
-
-def test_deterministic_is_refused(granite: tuple[Path, Ids]) -> None:
-    settings = Settings(model_id=str(granite[0]), kv_cache_bytes=2**23, deterministic=True, **SETTINGS)
-    with pytest.raises(SettingError, match="its states are computed with those of the rows beside them"):
-        load(settings, print, SINGLE_RANK)
 
 
 def test_rows_with_states_propose_nothing(
