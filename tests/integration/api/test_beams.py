@@ -5,8 +5,6 @@ what is refused.
 import json
 from typing import Any
 
-import pytest
-
 from common.messages.request import BeamParams
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_resume import read_frames, two_gateways
@@ -179,66 +177,6 @@ async def test_a_model_s_own_defaults_do_not_forbid_a_search(broker: Broker) -> 
     sampling = worker.seen[0].sampling
     assert sampling is not None and (sampling.temperature, sampling.top_p) == (0.0, 1.0)
     assert sampling.repetition_penalty == 1.5
-
-
-REFUSED_BY_BOTH: list[tuple[dict[str, Any], str]] = [
-    ({"beam_width": 9}, "beam_width`: Input should be less than or equal to 8. Given: 9"),
-    (
-        {"beam_width": 2, "length_penalty": 1e999},
-        "length_penalty`: Input should be a finite number",
-    ),
-    ({"beam_width": 2, "early_stopping": "often"}, 'early_stopping`: Input should be true, false, "never"'),
-    ({"beam_width": 2, "temperature": 0.5}, "`temperature` and a beam search exclude each other: it draws"),
-    ({"length_penalty": 2}, "`length_penalty` needs a beam search: set `beam_width`"),
-]
-REFUSED_BY_TGI: list[tuple[dict[str, Any], str]] = [
-    ({"beam_width": 2, "best_of": 2}, "`best_of`"),
-    ({"beam_width": 2, "top_n_tokens": 1}, "`top_n_tokens` and a beam search exclude each other"),
-    ({"beam_width": 2, "decoder_input_details": True}, "`decoder_input_details` and a beam search"),
-    (
-        {"beam_width": 8, "max_new_tokens": 1000},
-        "`max_new_tokens` must be at most 128 with this prompt and `beam_width`: a worker's KV cache holds "
-        "the prompt once, and the new tokens of each sequence. Given: 1000",
-    ),
-]
-REFUSED_BY_OPENAI: list[tuple[str, dict[str, Any], str]] = [
-    (PATH, {"beam_width": 2, "n": 3}, "`n` must be at least 1 and at most 2 (the beam width). Given: 3"),
-    (PATH, {"beam_width": 2, "best_of": 3}, "`best_of` must be equal to `beam_width` in a beam search"),
-    (PATH, {"beam_width": 2, "use_beam_search": False}, "`use_beam_search`: false and `beam_width` exclude"),
-    (PATH, {"use_beam_search": True, "n": 9}, "`n` must be at least 1 and at most 8"),
-    (PATH, {"beam_width": 2, "logprobs": 1}, "`logprobs` and a beam search exclude each other"),
-    ("/v1/responses", {"beam_width": 2}, "`beam_width` is not supported yet"),
-]
-
-
-async def test_what_cannot_be_combined_is_refused_by_name(broker: Broker, subtests: pytest.Subtests) -> None:
-    prompts: dict[str, dict[str, Any]] = {
-        PATH: {"prompt": "Hi"},
-        CHAT_PATH: CHAT,
-        "/v1/responses": {"input": "Hi"},
-    }
-    refused = [(path, prompts[path] | fields, text) for path, fields, text in REFUSED_BY_OPENAI]
-    refused += [(PATH, prompts[PATH] | fields, text) for fields, text in REFUSED_BY_BOTH]
-    refused += [
-        ("/generate", {"inputs": "Hi", "parameters": fields}, text)
-        for fields, text in REFUSED_BY_BOTH + REFUSED_BY_TGI
-    ]
-    long = {"prompt": [[28] * 1000], "max_tokens": 1, "use_beam_search": True, "n": 4}
-    refused += [
-        (PATH, long, "`n` must be at most 2 with this prompt: a worker's KV cache"),
-        ("/vertex", {"instances": [CHAT | {"beam_width": 2, "n": 2}]}, "`n` must be 1"),
-    ]
-    async with answering(broker.url, ANSWER) as (worker, _, client):
-        for path, body, text in refused:
-            with subtests.test(path=path, body=body):
-                content = json.dumps(body).replace("Infinity", "1e999")
-                response = await client.post(
-                    path, content=content, headers={"content-type": "application/json"}
-                )
-                assert response.status_code in (400, 422), response.text
-                error = response.json()["error"]
-                assert text in (error if isinstance(error, str) else error["message"])
-        assert not worker.seen
 
 
 async def test_what_means_nothing_without_a_search_may_have_its_default(broker: Broker) -> None:

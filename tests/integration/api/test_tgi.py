@@ -57,22 +57,14 @@ async def test_top_tokens_are_in_frames_and_details(broker: Broker) -> None:
         "generated_text": "one two",
         "details": about | {"prefill": [], "tokens": tokens, "top_tokens": tops},
     }
-    assert list(whole["details"]) == [
-        "finish_reason",
-        "generated_tokens",
-        "seed",
-        "prefill",
-        "tokens",
-        "top_tokens",
-    ]
     assert [frame["top_tokens"] for frame in shown] == tops
     assert list(shown[0]) == ["index", "token", "top_tokens", "generated_text", "details"]
     assert shown[-1]["details"] == about | {"input_length": 1}
 
 
 async def test_decoder_input_details_are_in_the_answer(broker: Broker) -> None:
-    """Ids and log-probabilities of the prompt; the first token has no log-probability, and streams have none
-    at all. `details` need not be set.
+    """Ids and log-probabilities of the prompt; the first token has no log-probability. `details` need not be
+    set.
     """
     common = {"do_sample": True, "top_n_tokens": 2, "decoder_input_details": True}
     prompt = ids("one two three")
@@ -86,14 +78,6 @@ async def test_decoder_input_details_are_in_the_answer(broker: Broker) -> None:
             ).json()
 
         answer = await generate("one two three")
-        assert list(answer["details"]) == [
-            "finish_reason",
-            "generated_tokens",
-            "seed",
-            "prefill",
-            "tokens",
-            "top_tokens",
-        ]
         assert answer["details"]["prefill"] == prefill and len(answer["details"]["tokens"]) == 2
         assert (await generate("one two three", truncate=2))["details"]["prefill"] == [
             {"id": token_id, "text": text, "logprob": logprob}
@@ -108,13 +92,6 @@ async def test_decoder_input_details_are_in_the_answer(broker: Broker) -> None:
             "prefill"
         ] == []
         assert [request.prompt_logprobs for request in worker.seen] == [0] * 6 + [None, None]
-        for path, fields in (("/generate_stream", {}), ("/", {"stream": True})):
-            refused = await client.post(path, json={"inputs": "one", "parameters": common, **fields})
-            error = "Input validation error: `decoder_input_details` must be false when tokens are streamed"
-            assert (refused.status_code, refused.json()) == (
-                422,
-                {"error": error, "error_type": "validation"},
-            )
 
 
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
@@ -145,16 +122,8 @@ async def test_best_of_returns_the_likeliest_answer(broker: Broker) -> None:
         response = await client.post("/generate", json=body)
     answer = response.json()
     assert answer["generated_text"] == "Hione"
-    assert list(answer["details"]) == [
-        "finish_reason",
-        "generated_tokens",
-        "seed",
-        "prefill",
-        "tokens",
-        "best_of_sequences",
-    ]
     [other] = answer["details"]["best_of_sequences"]
-    assert list(other) == ["generated_text", "finish_reason", "generated_tokens", "seed", "prefill", "tokens"]
+    assert {"prefill", "tokens"} <= {*answer["details"]} and {"prefill", "tokens"} <= {*other}
     assert (other["generated_text"], other["generated_tokens"]) == ("Hione two three", 4)
     assert [request.sampling.seed for request in worker.seen] == [other["seed"], answer["details"]["seed"]]  # type: ignore[union-attr]
     assert [request.sampling.choice for request in worker.seen] == [0, 0] and other["seed"] != answer[  # type: ignore[union-attr]
@@ -352,159 +321,7 @@ async def test_each_instance_has_its_prediction(broker: Broker) -> None:
     assert drawn["2"] is not None and (drawn["2"].seed, drawn["2"].temperature) == (7, 1.0)
 
 
-async def test_an_error_names_its_instance(broker: Broker) -> None:
-    good = {"inputs": "a"}
-    wrong: list[tuple[Any, str]] = [
-        ([], "1 to 2 items. Given: 0"),
-        ([good] * 3, "Given: 3"),
-        ([good, {"inputs": ""}], "`inputs` cannot be empty"),
-        ([good, {"parameters": {}}], "`instances[1]`: `inputs`: Field required"),
-        ([good, {"inputs": "a", "parameters": {"best_of": 2}}], "`instances[1]`: `best_of` must be 1"),
-        ([good | {"resume_s": 5}], "`instances[0]`: `resume_s` needs a stream"),
-        ([CHAT | {"stream": True}], "`instances[0]`: `stream` must be false"),
-        ([CHAT | {"model": "gpt-5"}], "`instances[0]`: The model `gpt-5` does not exist; served: `smollm2`"),
-    ]
-    async with answering(broker.url, Answer([11]), max_client_batch_size=2) as (worker, _, client):
-        for instances, words in wrong:
-            answer = await client.post(VERTEX, json={"instances": instances})
-            assert answer.status_code in (404, 422) and words in answer.json()["error"], answer.text
-    assert not worker.seen
-
-
 # --- tgi requests -------------------------------------------------------------------------------------------
-
-SIZE = model_tokenizer().size
-
-
-CASES: list[
-    tuple[Any, int, str]
-] = [  # parameters, or a whole body with `inputs`; status; words of the answer
-    (
-        {"max_new_tokens": 0},
-        422,
-        "`parameters.max_new_tokens`: Input should be greater than or equal to 1. Given: 0",
-    ),
-    ({"max_new_tokens": 1.5}, 422, "`parameters.max_new_tokens`"),
-    (
-        {"max_new_tokens": 1024},
-        422,
-        "must be at most 1024. Given: 1 `inputs` tokens and 1024 `max_new_tokens`",
-    ),
-    ({"max_new_tokens": 10**400}, 422, "`max_new_tokens`"),
-    ({"min_new_tokens": 5, "max_new_tokens": 4}, 422, "`min_new_tokens` must be at most 4. Given: 5"),
-    ({"stop": ["a"] * 5}, 422, "`stop` supports up to 4 stop sequences. Given: 5"),
-    ({"stop": [""]}, 422, "`parameters.stop[0]`: String should have at least 1 character"),
-    ({"stop": "a"}, 422, "`parameters.stop`"),
-    ({"stop": [1]}, 422, "`parameters.stop[0]`"),
-    (
-        {"stop_token_ids": [1, SIZE]},
-        422,
-        f"`stop_token_ids` must have token ids of at least 0 and below {SIZE}. Given: {SIZE}",
-    ),
-    ({"truncate": 1024}, 422, "`truncate` must be at most 1023. Given: 1024"),
-    ({"temperature": "hot"}, 422, "`parameters.temperature`"),
-    ({"top_p_reset_ids": [-1]}, 422, "`top_p_reset_ids` must have token ids of at least 0"),
-    ({"seed": 2**64}, 422, "`parameters.seed`: Input should be less than"),
-    (
-        {"logit_bias": {"5": 101}},
-        422,
-        "`parameters.logit_bias.5`: Input should be less than or equal to 100. Given: 101",
-    ),
-    (
-        {"logit_bias": {str(SIZE): 1}},
-        422,
-        f"`logit_bias` must have token ids of at least 0 and below {SIZE}. Given: {SIZE}",
-    ),
-    ({"logit_bias": {"five": 1}}, 422, "`parameters.logit_bias.five"),
-    ({"bad_words": [" "]}, 422, "`parameters.bad_words[0]`: String should match"),
-    ({"bad_words": ["a" * 201]}, 422, "String should have at most 200 characters"),
-    ({"best_of": 3, "do_sample": True}, 422, "`best_of` must be at most 2. Given: 3"),
-    ({"top_n_tokens": 21}, 422, "`top_n_tokens` must be at most 20. Given: 21"),
-    ({"adapter_id": "a"}, 422, "`adapter_id`: there is no adapter 'a'"),
-    ({"allowed_token_ids": []}, 422, "`parameters.allowed_token_ids`: List should have at least 1 item"),
-    ({"allowed_token_ids": [10**6]}, 422, "`allowed_token_ids` must have token ids"),
-    ({"grammar": {"type": "json_object"}}, 422, "`grammar.value` is required"),
-    ({"grammar": {"type": "regex", "value": "("}}, 422, "`grammar.value` cannot be compiled: "),
-    ({"max_tokens": 5}, 422, "`max_tokens` is not a field of this route"),
-    ({"response_format": {"type": "json_object"}}, 422, "`response_format` is not a field of this route"),
-    (
-        b'{"inputs":"a","parameters":{"temperature":1e999}}',
-        422,
-        "`parameters.temperature`: Input should be a finite number",
-    ),
-    (
-        b'{"inputs":"a","parameters":{"logit_bias":{"1":NaN}}}',
-        422,
-        "`parameters.logit_bias.1`: Input should be a finite number",
-    ),
-    (b'{"inputs":"a","parameters":{"max_new_tokens":1' + b"0" * 5000 + b"}}", 400, "out of range"),
-    ({"inputs": ""}, 422, "`inputs` cannot be empty"),
-    ({"inputs": "word " * 2000}, 422, "`inputs` must have at most 1023 tokens. Given: 200"),
-    ({"inputs": None}, 422, "`inputs`"),
-    ({"inputs": ["a"]}, 422, "`inputs`"),
-    ({"inputs": "a", "parameters": []}, 422, "`parameters`"),
-    (b'{"inputs":"a"} b', 400, "Invalid JSON"),
-    (b'{"inputs":"\xff"}', 400, "Invalid JSON"),
-    (b'{"inputs":"\\ud800"}', 400, "Invalid JSON"),
-    (b"[" * 100_000, 400, "Invalid JSON"),
-]
-
-
-async def post(client: httpx.AsyncClient, case: Any, path: str = "/generate") -> httpx.Response:
-    body = (
-        case
-        if isinstance(case, bytes)
-        else json.dumps(case if "inputs" in case else {"inputs": "a", "parameters": case}).encode()
-    )
-    return await client.post(path, content=body, headers={"content-type": "application/json"})
-
-
-async def test_refusals_name_the_field_and_the_limit(broker: Broker) -> None:
-    """On one route; that each refuses what it cannot read shows test_routes.py."""
-    async with answering(broker.url, Answer([])) as (worker, _, client):
-        wrong = []
-        for case, status, words in CASES:
-            response = await post(client, case)
-            error_type = "validation" if status == 422 else "invalid_json"
-            prefix = "Input validation error: " if status == 422 else ""
-            answer = response.json()
-            if (
-                response.status_code != status
-                or set(answer) != {"error", "error_type"}
-                or answer["error_type"] != error_type
-            ):
-                wrong.append((case, response.status_code, answer))
-            elif words not in answer["error"] or not answer["error"].startswith(prefix):
-                wrong.append((case, words, answer))  # type: ignore[arg-type]
-        assert not wrong
-        assert not worker.seen
-
-
-async def test_best_of_needs_sampling_without_a_seed_or_stream(broker: Broker) -> None:
-    cases = [
-        ("/generate", {"best_of": 2}, "`best_of` above 1 needs sampling"),
-        (
-            "/generate",
-            {"best_of": 2, "temperature": 0, "do_sample": True},
-            "`best_of` above 1 needs sampling",
-        ),
-        (
-            "/generate",
-            {"best_of": 2, "do_sample": True, "seed": 1},
-            "`seed` must not be set when `best_of` is above 1",
-        ),
-        (
-            "/generate_stream",
-            {"best_of": 2, "do_sample": True},
-            "`best_of` must be 1 when tokens are streamed. Given: 2",
-        ),
-    ]
-    async with answering(broker.url, Answer([])) as (_, _, client):
-        for path, parameters, words in cases:
-            response = await post(client, parameters, path)
-            assert response.status_code == 422 and words in response.json()["error"], response.text
-        both = {"inputs": "a", "stream": True, "parameters": {"best_of": 2, "do_sample": True}}
-        assert "when tokens are streamed" in (await post(client, both, "/")).text
 
 
 async def test_settings_lower_the_limits(broker: Broker) -> None:
@@ -516,11 +333,14 @@ async def test_settings_lower_the_limits(broker: Broker) -> None:
         "max_top_n_tokens": 0,
     }
     async with answering(broker.url, Answer([]), **settings) as (_, _, client):
-        assert "at most 3 tokens. Given: 4" in (await post(client, {"inputs": "one two three four"})).text
-        assert "at most 20. Given: 1" in (await post(client, {"max_new_tokens": 20})).text
-        assert "up to 1 stop" in (await post(client, {"stop": ["a", "b"]})).text
-        assert "`best_of` must be at most 1" in (await post(client, {"best_of": 2, "do_sample": True})).text
-        assert "`top_n_tokens` must be at most 0" in (await post(client, {"top_n_tokens": 1})).text
+        assert "at most 3 tokens. Given: 4" in (await generate(client, {}, "one two three four")).text
+        for parameters, words in (
+            ({"max_new_tokens": 20}, "at most 20. Given: 1"),
+            ({"stop": ["a", "b"]}, "up to 1 stop"),
+            ({"best_of": 2, "do_sample": True}, "`best_of` must be at most 1"),
+            ({"top_n_tokens": 1}, "`top_n_tokens` must be at most 0"),
+        ):
+            assert words in (await generate(client, parameters)).text
 
 
 async def generate(
@@ -619,20 +439,6 @@ async def test_offsets_are_bytes_of_the_text(broker: Broker) -> None:
         "start": 19,
         "stop": 29,
     } in tokens
-
-
-async def test_chat_tokenize_has_the_tokens_of_a_chat_request(broker: Broker) -> None:
-    chat = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hé?"}]}
-    async with answering(broker.url, Answer([11])) as (worker, _, client):
-        found = await post_tokenize(client, "/chat_tokenize", chat)
-        await post_tokenize(client, "/v1/chat/completions", chat)
-        refused = await client.post("/chat_tokenize", json={"messages": []})
-        assert (refused.status_code, set(refused.json())) == (422, {"error", "error_type"})
-    text = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHé?<|im_end|>\n<|im_start|>assistant\n"
-    assert found["templated_text"] == text
-    ids = [token["id"] for token in found["tokenize_response"]]
-    assert b"".join(i.to_bytes(4, "little") for i in ids) == worker.seen[0].prompt_ids
-    assert found["tokenize_response"][-1]["stop"] == len(text.encode())
 
 
 @pytest.mark.parametrize(

@@ -105,13 +105,6 @@ async def cancelled_chat(client: httpx.AsyncClient, receiver: Receiver) -> str:
     return request_id
 
 
-async def test_an_instance_has_no_webhook_of_its_own(broker: Broker) -> None:
-    async with receiving() as receiver, answering(broker.url, ANSWER, **allowing(receiver)) as (_, _, client):
-        wrong = await client.post("/vertex", json={"instances": [with_hook(PROMPT, receiver)]})
-        assert wrong.status_code == 422
-        assert "`webhook` stands beside `instances`" in wrong.text
-
-
 def with_hook(body: dict[str, Any], receiver: Receiver, **fields: Any) -> dict[str, Any]:
     return body | {"webhook": receiver.hook(**fields)}
 
