@@ -256,28 +256,3 @@ async def test_of_a_pair_the_longer_text_is_cut_first(broker: Broker, reranker: 
 async def result(redis: Any, job_id: str) -> Any:
     await wait_until(lambda: redis.exists(KEYS.result(job_id)))
     return json.loads(await redis.get(KEYS.result(job_id)))
-
-
-async def test_a_job_is_answered_as_http_answers(broker: Broker, tmp_path: Path) -> None:
-    model = save_encoder(tmp_path, "BERT")
-    async with pooling_gateway(broker.url, tmp_path, model) as (worker, _, client):
-        job = {
-            "id": "vectors",
-            "input": ["hi", "The sky"],
-            "parameters": {"dimensions": 4},
-            "reply": "stream",
-        }
-        await worker.redis.xadd(KEYS.submit, {"job": json.dumps(job)})
-        found = await result(worker.redis, "vectors")
-        body = {"input": job["input"], "dimensions": 4}
-        assert found == (await client.post("/v1/embeddings", json=body)).json()
-        [(_, frame)] = await worker.redis.xrange(KEYS.reply("vectors"))
-        assert json.loads(frame[b"frame"]) == found
-        rank = {"query": "sky", "documents": ["hi", "The sky"]}
-        await worker.redis.xadd(KEYS.submit, {"job": json.dumps({"id": "ranks", **rank})})
-        answer = (await client.post("/v1/rerank", json=rank)).json()
-        assert (await result(worker.redis, "ranks"))["results"] == answer["results"]
-        pair = {"text_1": "sky", "text_2": ["hi", "The sky"]}
-        await worker.redis.xadd(KEYS.submit, {"job": json.dumps({"id": "pairs", **pair})})
-        answer = (await client.post("/v1/score", json=pair)).json()
-        assert (await result(worker.redis, "pairs"))["data"] == answer["data"]

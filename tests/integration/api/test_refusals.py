@@ -46,7 +46,9 @@ PARTS = "Input should be a string, or a list of parts, each an object with a `ty
 EITHER = "Input should be a string or an object"
 OBJECT = "must be the JSON schema of an object"
 SECOND, SCHEMA = "messages[1].content", "response_format.json_schema"
+TIERS: Rows = [({"priority": "urgent"}, "priority", ""), ({"service_tier": "gold"}, "service_tier", "")]
 CHAT: Rows = [
+    *TIERS,
     ({"max_completion_tokens": 10_000}, "max_completion_tokens", "1024"),
     ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "differ"),
     ({"max_tokens": 2, "min_tokens": 3}, "min_tokens", "at most 2"),
@@ -124,6 +126,11 @@ COMPLETIONS: Rows = [
     ({"max_completion_tokens": 6}, "max_completion_tokens", "not a field of this route"),
     ({"receipt": True}, "receipt", "is not served any more"),
     ({"suffix": "a"}, "suffix", "not supported yet"),
+    ({"resume_s": -1, "stream": True}, "resume_s", ""),
+    ({"resume_s": 5, "detached": True, "stream": True}, "resume_s", "`detached`"),
+    ({"resume_s": 5, "stream": False}, "resume_s", ""),
+    ({"detached": True, "stream": False}, "detached", ""),
+    *TIERS,
     ({"best_of": 2}, "best_of", "1 or equal to `n`"),
     ({"stream": True, "prompt_logprobs": 2}, "prompt_logprobs", ""),
     ({"prompt_logprobs": -1}, "prompt_logprobs", ""),
@@ -143,6 +150,7 @@ ANSWERED = {"type": "function_call_output", "call_id": "c", "output": 5}
 RESPONSES_TOOL = {"type": "function", "name": "get_time"}
 SEARCH = {"type": "web_search", "external_web_access": False}
 RESPONSES: Rows = [
+    *TIERS,
     ({"background": True, "store": False}, "background", ""),
     ({"conversation": "conv_1"}, "conversation", ""),
     ({"prompt": {"id": "p"}}, "prompt", ""),

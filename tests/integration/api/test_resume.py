@@ -204,6 +204,8 @@ async def test_a_wrong_last_event_id_is_refused_by_name(broker: Broker) -> None:
             assert refused.status_code == 422 and "`Last-Event-ID`" in refused.json()["error"], wrong
         bare = await other.post("/v1/completions", json={"prompt": "a"}, headers={"last-event-id": "3"})
         assert bare.status_code == 400 and bare.json()["error"]["param"] == "Last-Event-ID"
+        twice = await client.post("/generate_stream", json=BODY, headers={"x-resume-seconds": "5"})
+        assert twice.status_code == 422 and "`resume_s`" in twice.json()["error"]
 
 
 async def test_the_newest_connection_has_the_answer(broker: Broker) -> None:
@@ -218,24 +220,6 @@ async def test_the_newest_connection_has_the_answer(broker: Broker) -> None:
         assert b'"error_type":"superseded"' in left
         assert len(data_of(content)) == len(LONG.ids) + 1
         await nothing_left(gateway, worker)
-
-
-async def test_wrong_terms_are_refused_by_name(broker: Broker) -> None:
-    wrong: list[tuple[dict[str, str], dict[str, Any], str]] = [
-        ({"x-resume-seconds": "nan"}, {}, "x-resume-seconds"),
-        ({"x-resume-seconds": "3601"}, {}, "x-resume-seconds"),
-        ({"x-resume-seconds": "5"}, {"resume_s": 5}, "resume_s"),
-        ({}, {"resume_s": -1}, "resume_s"),
-        ({}, {"resume_s": 5, "detached": True}, "detached"),
-        ({}, {"detached": True, "stream": False}, "detached"),
-        ({}, {"resume_s": 5, "stream": False}, "resume_s"),
-    ]
-    async with two_gateways(broker.url) as (_, _, client, _):
-        for headers, terms, name in wrong:
-            body = {"prompt": "a", "stream": True} | terms
-            refused = await client.post("/v1/completions", json=body, headers=headers)
-            assert refused.status_code == 400, name
-            assert f"`{name}`" in refused.json()["error"]["message"]
 
 
 NUM_STREAMS = 8

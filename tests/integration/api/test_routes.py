@@ -1,7 +1,7 @@
 """Each route that makes answers keeps the contract of its row (api/protocols/table.py). Answers, streams and
 errors are as /docs describes them; a client that leaves cancels its request, a stream goes on where it
-stopped, and a request keeps its id and its terms, is counted, told to its webhook and not computed twice. The
-body is the example of /docs: a new row is tested without a new line.
+stopped, and a request keeps its id and its terms, is counted, told to its webhook and not computed twice; a
+job has the same answer. The body is the example of /docs: a new row is tested without a new line.
 """
 
 import asyncio
@@ -25,6 +25,7 @@ from api.prompts.tokenizer import ModelTokenizer
 from api.protocols import table
 from api.protocols.protocol import Protocol
 from api.protocols.table import PROTOCOLS
+from api.requests.service_terms import MAX_DEADLINE_MS
 from common.settings.settings import Settings
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_admin import Figures
@@ -32,6 +33,7 @@ from tests.integration.api.test_resume import read_frames, two_gateways
 from tests.support import brokers
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
+from tests.support.jobs import Service
 from tests.support.keys.issued import add_key, bearer, known
 from tests.support.pooling.pooling_gateway import pooling_gateway
 from tests.support.pooling.tiny_encoders import save_encoder
@@ -44,6 +46,18 @@ HERE = sys.modules[__name__]
 IDS = ids(" one two three four five six seven eight")
 JSON = {"content-type": "application/json"}
 TERMS = {"x-priority": "batch", "x-tenant": "acme", "x-deadline-ms": "5000"}
+WRONG_TERMS = [
+    ("x-priority", "urgent"),
+    ("x-tenant", "a b"),
+    ("x-tenant", "a" * 65),
+    ("x-deadline-ms", "0"),
+    ("x-deadline-ms", "1.5"),
+    ("x-deadline-ms", str(MAX_DEADLINE_MS + 1)),
+    ("x-resume-seconds", "nan"),
+    ("x-resume-seconds", "3601"),
+]
+OWN_OF_EACH = {"id", "created", "created_at", "completed_at", "store", "service_tier"}
+"""Fields in which the answers to two equal requests, or to a request and a job, differ."""
 
 LONG = "a " * 150_000
 """A text that is longer than the scripted worker's limit (1023 tokens), whatever its tokens are."""
@@ -130,12 +144,32 @@ async def check_refusals(client: httpx.AsyncClient, row: Protocol) -> None:
         (json.dumps(body | {field: 7}).encode(), JSON, wrong, field),
         (json.dumps(body).encode(), {}, 415, "Content-Type"),
         (json.dumps(too_long(body)).encode(), JSON, wrong, "must have at most"),
+        *((json.dumps(body).encode(), JSON | {name: term}, wrong, f"`{name}`") for name, term in WRONG_TERMS),
     ):
         response = await client.post(url(row), content=content, headers=headers | {"x-request-id": "mine"})
         assert (response.status_code, words in response.text) == (status, True), (content, response.text)
         assert response.headers["content-type"] == "application/json"
         assert response.headers["x-request-id"] == "mine"
         check(row, response)
+
+
+async def check_job(redis: Redis, row: Protocol, answer: Any) -> None:
+    """A job that names the route has the answer that HTTP has, and as its frames the pieces, or the whole."""
+    if not row.prompt:
+        return
+    body, service = body_of(row), Service(redis)
+    own = {name: body.pop(name) for name in row.prompt}
+    job = own | {"url": row.path, "parameters": body.get("parameters", body)}
+    await service.submit(id=row.name, reply="stream", **job)
+    result, frames = await service.result(row.name), await service.stream(row.name)
+    assert without_own(result) == without_own(answer)
+    assert len(frames) > 2 or frames == [result]
+
+
+def without_own(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: without_own(inner) for name, inner in value.items() if name not in OWN_OF_EACH}
+    return [without_own(inner) for inner in value] if isinstance(value, list) else value
 
 
 async def check_repetition(client: httpx.AsyncClient, row: Protocol, first: httpx.Response) -> None:
@@ -191,6 +225,7 @@ async def test_a_whole_answer_is_as_described_is_counted_told_and_keeps_its_id_a
         await check_repetition(client, row, first)
         await check_refusals(client, row)
         assert len(worker.seen) == 2 and len(receiver.deliveries) == 1
+        await check_job(worker.redis, row, first.json())
 
 
 @names(STREAMED)
@@ -320,6 +355,7 @@ async def test_vectors_and_scores_are_as_described(broker: Broker, tmp_path: Pat
                 await check_repetition(client, row, response)
                 await check_refusals(client, row)
                 assert len(worker.seen) == num_seen
+                await check_job(worker.redis, row, response.json())
     assert {row.path for row in PROTOCOLS if not row.counts} == {
         path for paths in POOLING.values() for path in paths
     }

@@ -22,7 +22,7 @@ from deploy.launcher.embedded_broker import Broker
 from tests.support.answers import ANSWER, CHAT_PATH, SEQUENCES, TEXTS, first_part, positions, scores
 from tests.support.fleet.gateways import SETTINGS, answering
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
-from tests.support.jobs import CHAT, IDS, KEYS, TEXT, Service, answer, killed_gateway, running_gateway
+from tests.support.jobs import CHAT, IDS, KEYS, TEXT, Service, killed_gateway, running_gateway
 from tests.support.tokenizer import TOKENIZER, ids, model_tokenizer
 from tests.support.waiting import PATIENCE_S, wait_for, wait_until
 
@@ -48,53 +48,6 @@ async def test_a_job_gets_the_answer_of_http(service: Service, worker: FakeWorke
     assert all(3500 < ttl <= 3600 for ttl in hour)
 
 
-async def test_a_chat_job_gets_the_answer_of_http(
-    service: Service, worker: FakeWorker, broker: Broker
-) -> None:
-    received = await service.listen("ext:me")
-    async with running_gateway(broker.url):
-        await service.submit(
-            id="c",
-            **CHAT,
-            parameters={"n": 2, "stream_options": {"include_usage": True}},
-            reply_to="ext:me",
-            reply="stream",
-        )
-        result = await service.result("c")
-        await wait_until(lambda: received and received[-1].get("usage"))
-    assert result["object"] == "chat.completion"
-    assert [choice["message"]["content"] for choice in result["choices"]] == [TEXT, TEXT]
-    for i in range(2):
-        deltas = [
-            choice["delta"].get("content") or ""
-            for chunk in received
-            for choice in chunk["choices"]
-            if choice["index"] == i
-        ]
-        assert "".join(deltas) == TEXT
-    assert {chunk["object"] for chunk in received} == {"chat.completion.chunk"}
-    assert await service.stream("c") == received
-
-
-async def test_a_job_may_name_any_route_that_takes_its_prompt(
-    service: Service, worker: FakeWorker, broker: Broker
-) -> None:
-    chat = {"messages": [{"role": "user", "content": "Count."}]}
-    async with running_gateway(broker.url):
-        await service.submit(id="m", url="/v1/messages", **chat, parameters={"max_tokens": 20})
-        await service.submit(id="r", url="/v1/responses", input="Count.", reply="stream")
-        await service.submit(id="no", url="/v1/models", input="Count.")
-        await service.submit(id="other", url="/v1/messages", input="Count.")
-        message, response = await service.result("m"), await service.result("r")
-        unknown, other = await service.result("no"), await service.result("other")
-        assert await service.stream("r") == [response]
-    assert (message["type"], message["content"]) == ("message", [{"type": "text", "text": TEXT}])
-    assert (response["object"], response["store"], response["service_tier"]) == ("response", False, "flex")
-    assert response["output"][0]["content"][0]["text"] == TEXT
-    assert "`url` must be one of /generate, /v1/chat/completions" in unknown["error"]
-    assert "`input` is no prompt of /v1/messages: give `messages`" in other["error"]["message"]
-
-
 async def test_an_invalid_job_is_answered_with_its_error(service: Service, broker: Broker) -> None:
     received = await service.listen("ext:me")
     async with (
@@ -106,24 +59,6 @@ async def test_an_invalid_job_is_answered_with_its_error(service: Service, broke
         await wait_until(lambda: len(received) == 4)
     text = "Request failed during generation: the model's forward failed for this request"
     assert result == received[-1] == {"error": text, "error_type": "generation"}
-
-
-async def test_a_job_waits_for_room_in_the_queue(
-    service: Service, worker: FakeWorker, broker: Broker
-) -> None:
-    async with running_gateway(broker.url, max_concurrent_requests=2):
-        for i in range(8):
-            await service.submit(id=f"j{i}", inputs="Count.", parameters={"best_of": 1})
-        assert [await service.result(f"j{i}") for i in range(8)] == [{"generated_text": TEXT}] * 8
-
-
-async def test_a_job_waits_for_a_worker(service: Service, broker: Broker) -> None:
-    gateway = Gateway(Settings(redis_url=broker.url, **SETTINGS), "g0", model_tokenizer())
-    async with gateway.running():
-        await service.submit(id="a", inputs="Count.")
-        await wait_until(lambda: gateway.job_consumer.runs)
-        async with working(broker.url, TOKENIZER, answer):
-            assert await service.result("a") == {"generated_text": TEXT}
 
 
 async def test_jobs_beyond_submit_limit_are_rejected(
@@ -260,6 +195,16 @@ GARBAGE: list[tuple[str, dict[Any, Any], str]] = [  # name, fields, what the err
     ("deep", {"job": '{"inputs":' + "[" * 201 + "]" * 201 + "}"}, "more than 201 levels deep"),
     ("too deep", {"job": "[" * 1900}, "not JSON"),
     ("chat of nothing", {"job": json.dumps({"messages": []})}, "`messages`"),
+    (
+        "no route",
+        {"job": json.dumps({"input": "a", "url": "/v1/models"})},
+        "`url` must be one of /generate, /v1",
+    ),
+    (
+        "another prompt",
+        {"job": json.dumps({"input": "a", "url": "/v1/messages"})},
+        "`input` is no prompt of /v1/messages: give `messages`",
+    ),
     ("chat with a stream", {"job": json.dumps({**CHAT, "parameters": {"stream": True}})}, "`stream`"),
 ]
 
@@ -324,7 +269,8 @@ async def test_another_gateway_continues_the_jobs_of_a_dead_one(
     worker.step_s, worker.most_tokens = 0.01, 5  # no job ends before its gateway
     async with killed_gateway(broker.url):
         await service.submit(id="a", inputs="Count.", reply_to="ext:me", reply="stream")
-        await service.submit(id="c", **CHAT, parameters={"n": 2}, reply="stream")
+        usage = {"stream_options": {"include_usage": True}}
+        await service.submit(id="c", **CHAT, parameters={"n": 2} | usage, reply="stream")
         await wait_until(lambda: len(received) >= 3 and len(worker.seen) == 3)
         if loses_entries:
             await service.redis.delete(KEYS.submit)
@@ -341,7 +287,8 @@ async def test_another_gateway_continues_the_jobs_of_a_dead_one(
         assert not other.pool.relay.followed and not other.pool.relay.streams
     assert [frame["token"]["id"] for frame in received] == [*IDS, 2]
     assert await service.stream("a") == received
-    chunks = await service.stream("c")
+    *chunks, last = await service.stream("c")
+    assert last["usage"] and {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     for i in range(2):
         deltas = [
             choice["delta"].get("content") or ""
