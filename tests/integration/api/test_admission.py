@@ -571,11 +571,8 @@ async def test_fields_of_openai_and_vllm_count_and_headers_come_before_them(brok
         ({"priority": 2}, {}, "batch"),
         ({"priority": "batch"}, {"x-priority": "-1"}, "interactive"),
     ]
-    bodies: dict[str, Any] = {
-        "chat/completions": CHAT,
-        "completions": {"prompt": "a"},
-        "responses": {"input": "a"},
-    }
+    bodies: dict[str, Any] = {"completions": {"prompt": "a"}, "responses": {"input": "a"}}
+    bodies["chat/completions"] = CHAT
     async with answering(broker.url, answer) as (worker, _, client):
         for path, body in bodies.items():
             for fields, headers, expected in cases:

@@ -195,11 +195,7 @@ GARBAGE: list[tuple[str, dict[Any, Any], str]] = [  # name, fields, what the err
     ("deep", {"job": '{"inputs":' + "[" * 201 + "]" * 201 + "}"}, "more than 201 levels deep"),
     ("too deep", {"job": "[" * 1900}, "not JSON"),
     ("chat of nothing", {"job": json.dumps({"messages": []})}, "`messages`"),
-    (
-        "no route",
-        {"job": json.dumps({"input": "a", "url": "/v1/models"})},
-        "`url` must be one of /generate, /v1",
-    ),
+    ("no route", {"job": json.dumps({"input": "a", "url": "/v1/models"})}, "`url` must be one of /gen"),
     (
         "another prompt",
         {"job": json.dumps({"input": "a", "url": "/v1/messages"})},
