@@ -99,6 +99,9 @@ async def test_live_processes_are_listed(broker: Broker, redis: Any) -> None:
             name: own[name] for name in ("pid", "host")
         }
         assert all(0 <= one["age_s"] < PATIENCE_S for one in fleet["processes"])
+        figures = await Figures(client).read()
+        standing = ["active", "standby"]
+        assert [figures[f'tokenfleet_batchers{{pool="default",state="{one}"}}'] for one in standing] == [1, 1]
 
 
 async def test_the_kill_button_kills_a_process_of_the_same_launcher(

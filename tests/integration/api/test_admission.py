@@ -111,6 +111,7 @@ async def test_all_choices_end_with_a_timeout_and_are_cancelled(
         response = await client.post("/v1/completions", json=COMPLETION | {"stream": streamed})
         assert "was not finished before its deadline" in response.text
         assert response.status_code == (200 if streamed else 408)
+        assert response.headers.get("x-should-retry") == (None if streamed else "false")
         await nothing_left(gateway, worker)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-from openai import AsyncOpenAI, AuthenticationError
 from redis.asyncio import Redis
 
 from api.admin.routes_fleet import ProcessList, judge_processes
@@ -28,11 +27,10 @@ from tests.support.answers import tgi_error
 from tests.support.fleet.batchers import batcher, batching
 from tests.support.fleet.gateways import answering, serving, start_process
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
-from tests.support.tokenizer import TOKENIZER, ids
+from tests.support.tokenizer import TOKENIZER
 from tests.support.waiting import wait_until
 
 BODY = {"inputs": "a"}
-CHAT = {"messages": [{"role": "user", "content": "a"}]}
 
 
 # --- x-request-id -------------------------------------------------------------------------------------------
@@ -51,28 +49,6 @@ async def test_the_client_s_id_is_echoed_and_logged_with_ours(
         for wrong in (b"", b"a b", b"x" * 129, "é".encode(), b"a\tb"):
             response = await client.get("/v1/models", headers={b"x-request-id": wrong})
             assert len(response.headers["x-request-id"]) == 32 and response.headers["x-request-id"].isalnum()
-
-
-# --- the key ------------------------------------------------------------------------------------------------
-
-
-async def test_the_key_opens_all_routes_and_health_needs_none(broker: Broker) -> None:
-    one = Answer(ids("a"))
-    async with batching(broker.url), answering(broker.url, one, api_key="sesame") as (_, _, client):
-        for authorization in ("Bearer sesame", "bearer sesame", "BEARER  sesame"):
-            assert (
-                await client.post("/generate", json=BODY, headers={"authorization": authorization})
-            ).status_code == 200
-        for path in (
-            *("/health", "/ping", "/", "/metrics", "/docs", "/api-doc/openapi.json"),
-            *("/v2", "/v2/health/live", "/v2/models/tgi"),
-        ):
-            assert (await client.get(path)).status_code == 200
-        url = f"{client.base_url}/v1"
-        wrong, right = (AsyncOpenAI(base_url=url, api_key=key, max_retries=0) for key in ("wrong", "sesame"))
-        with pytest.raises(AuthenticationError):
-            await wrong.chat.completions.create(model="tgi", **CHAT)  # type: ignore[call-overload]
-        assert (await right.chat.completions.create(model="tgi", **CHAT)).choices[0].message.content == "a"  # type: ignore[call-overload]
 
 
 # --- other origins ------------------------------------------------------------------------------------------
@@ -124,90 +100,81 @@ GUARDED = [
 """Requests that change something, or show what others do."""
 
 
-async def test_with_a_key_pages_of_any_origin_may_call(broker: Broker) -> None:
-    async with serving(broker.url, api_key="sesame") as (_, client):
-        before = await client.options("/v1/chat/completions", headers=asking("http://a.example"))
-        assert (before.status_code, before.headers["access-control-allow-origin"]) == (200, "*")
-        assert "authorization" in before.headers["access-control-allow-headers"]
-        headers = {"origin": "http://a.example", "authorization": "Bearer sesame"}
-        refused = await client.post("/generate", content=b"{", headers=headers)
-        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (415, "*")
+TWO = {"cors_allow_origin": ("http://a.example", "http://b.example")}
+HOSTS = ("evil.example", "evil.example:3000", "127.0.0.1.evil.example", "localhost.evil.example")
+ANY = {"cors_allow_origin": ("*",)}
+MAY_CALL: list[tuple[dict[str, Any], list[dict[str, str]], str]] = [
+    ({"api_key": "sesame"}, [{"origin": "http://a.example", "authorization": "Bearer sesame"}], "*"),
+    ({}, [{"origin": origin} for origin in LOCAL], ""),
+    (TWO, [{"origin": origin} for origin in TWO["cors_allow_origin"]], ""),
+    (ANY, [{"origin": "http://c.example", "host": "d.example"}], "*"),
+]
+"""Settings, headers of pages, and which origin may read the answer, if it is not the page's alone."""
+MAY_NOT: list[tuple[dict[str, Any], list[dict[str, str]]]] = [
+    ({"demo": True}, [{"origin": origin} for origin in FOREIGN]),
+    ({}, [{"host": host} | more for host in HOSTS for more in ({}, {"origin": f"http://{host}"})]),
+    (TWO, [{"origin": "http://c.example"}, {"origin": "http://localhost:5173"}]),
+]
+"""A page whose host DNS binds here: its browser takes the page's origin for ours, and need not send it."""
 
 
-async def test_without_a_key_pages_of_this_machine_may_call(broker: Broker) -> None:
-    async with serving(broker.url) as (_, client):
-        for origin in LOCAL:
-            before = await client.options("/v1/chat/completions", headers=asking(origin))
-            assert (before.status_code, before.headers["access-control-allow-origin"]) == (200, origin)
-            answer = await client.post("/generate", content=b"{", headers={"origin": origin})
-            assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (415, origin)
+@pytest.mark.parametrize(("settings", "pages", "shown"), MAY_CALL)
+async def test_pages_of_these_origins_may_call(
+    broker: Broker, settings: dict[str, Any], pages: list[dict[str, str]], shown: str
+) -> None:
+    async with serving(broker.url, **settings) as (_, client):
+        for headers in pages:
+            before = await client.options("/v1/chat/completions", headers=asking(headers["origin"]))
+            assert before.status_code == 200
+            assert "authorization" in before.headers["access-control-allow-headers"]
+            answer = await client.post("/generate", content=b"{", headers=headers)
+            assert answer.status_code == 415
+            for one in (before, answer):
+                assert one.headers["access-control-allow-origin"] == (shown or headers["origin"])
         own = str(client.base_url).rstrip("/")
-        for origin in (own, own.replace("http:", "https:")):  # as behind a proxy that ends TLS
-            assert (
-                await client.post("/generate", content=b"{", headers={"origin": origin})
-            ).status_code == 415
+        for origin in (own, own.replace("http:", "https:")) if not settings else ():  # a proxy may end TLS
+            answer = await client.post("/generate", content=b"{", headers={"origin": origin})
+            assert answer.status_code == 415
 
 
-async def test_without_a_key_pages_of_others_are_refused(broker: Broker) -> None:
+@pytest.mark.parametrize(("settings", "pages"), MAY_NOT)
+async def test_pages_of_others_are_refused(
+    broker: Broker, settings: dict[str, Any], pages: list[dict[str, str]]
+) -> None:
     """So are requests that a page may send without asking first: its browser would only hide the answer."""
-    async with serving(broker.url, demo=True) as (_, client):
-        for origin in FOREIGN:
-            assert (await client.options("/generate", headers=asking(origin))).status_code == 400
-            headers = {"origin": origin, "content-type": "text/plain"}
+    async with serving(broker.url, **settings) as (_, client):
+        for headers in pages:
+            if "host" not in headers:
+                assert (
+                    await client.options("/generate", headers=asking(headers["origin"]))
+                ).status_code == 400
             for method, path in GUARDED:
-                answer = await client.request(method, path, headers=headers)
-                assert answer.status_code == 403, (origin, method, path)
+                sent = headers | {"content-type": "text/plain"}
+                answer = await client.request(method, path, headers=sent)
+                assert answer.status_code == 403, (headers, method, path)
                 assert "access-control-allow-origin" not in answer.headers
-                assert repr(origin) in answer.text and "CORS_ALLOW_ORIGIN" in answer.text
-            assert (await client.get("/health", headers=headers)).status_code != 403
+                named = headers.get("host", repr(headers.get("origin")))
+                assert named in answer.text and "CORS_ALLOW_ORIGIN" in answer.text
+            assert "host" in headers or (await client.get("/health", headers=headers)).status_code != 403
+
+
+async def test_this_host_is_known_by_its_names_and_a_browser_s_word_counts(broker: Broker) -> None:
+    names = (
+        "localhost",
+        "LOCALHOST:3000",
+        "127.0.0.1:1",
+        "[::1]:3000",
+        "192.168.0.7",
+        "tokenfleet",
+        "a.local",
+    )
+    async with serving(broker.url, cors_allow_origin=("https://evil.example",)) as (_, client):
+        for host in (*names, "b.internal:80", socket.gethostname(), "evil.example"):
+            assert (await client.get("/fleet", headers={"host": host})).status_code == 200, host
+    async with serving(broker.url) as (_, client):
         for site, status in (("cross-site", 403), ("same-site", 200), ("same-origin", 200), ("none", 200)):
             answer = await client.get("/fleet", headers={"sec-fetch-site": site})
             assert answer.status_code == status, site
-
-
-async def test_a_page_whose_host_is_bound_here_by_dns_is_refused(broker: Broker) -> None:
-    """Its browser takes the page's origin for ours, and need not send it (DNS rebinding)."""
-    host = "evil.example"
-    async with serving(broker.url) as (_, client):
-        for wrong in (host, f"{host}:3000", f"127.0.0.1.{host}", f"localhost.{host}"):
-            for headers in ({"host": wrong}, {"host": wrong, "origin": f"http://{wrong}"}):
-                for method, path in GUARDED:
-                    answer = await client.request(method, path, headers=headers)
-                    assert answer.status_code == 403, (method, path)
-                    assert wrong in answer.text
-        for known in (
-            "localhost",
-            "LOCALHOST:3000",
-            "127.0.0.1:1",
-            "[::1]:3000",
-            "192.168.0.7",
-            "tokenfleet",
-            "a.local",
-            "b.internal:80",
-            socket.gethostname(),
-        ):
-            assert (await client.get("/fleet", headers={"host": known})).status_code == 200, known
-    async with serving(broker.url, cors_allow_origin=(f"https://{host}",)) as (_, client):
-        assert (await client.get("/fleet", headers={"host": host})).status_code == 200
-
-
-async def test_pages_of_configured_origins_may_call_and_no_others(broker: Broker) -> None:
-    async with serving(broker.url, cors_allow_origin=("http://a.example", "http://b.example")) as (_, client):
-        for origin, allowed in (
-            ("http://a.example", True),
-            ("http://b.example", True),
-            ("http://c.example", False),
-            ("http://localhost:5173", False),
-        ):
-            answer = await client.get("/v1/models", headers={"origin": origin})
-            assert (answer.headers.get("access-control-allow-origin") == origin) is allowed
-            assert (await client.options("/generate", headers=asking(origin))).is_success is allowed
-            answer = await client.post("/generate", content=b"{", headers={"origin": origin})
-            assert answer.status_code == (415 if allowed else 403)
-    async with serving(broker.url, cors_allow_origin=("*",)) as (_, client):
-        headers = {"origin": "http://c.example", "host": "d.example"}
-        answer = await client.post("/generate", content=b"{", headers=headers)
-        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (415, "*")
 
 
 async def test_bodies_that_a_page_may_send_without_asking_first_are_no_requests(broker: Broker) -> None:
@@ -263,13 +230,18 @@ async def health(client: httpx.AsyncClient, *workers: FakeWorker) -> dict[str, s
 
 async def test_a_stopped_batcher_is_503_and_named_until_it_goes_on(broker: Broker) -> None:
     """It is not named before two leases are over: until then a standby may take over."""
-    async with answering(broker.url, Answer([11]), heartbeat_s=0.5) as (worker, gateway, client):
+    async with answering(broker.url, Answer([11]), heartbeat_s=0.5, num_workers=2) as (
+        worker,
+        gateway,
+        client,
+    ):
         refused = await client.get("/health")
         assert tgi_error(refused) == (503, "healthcheck") and "no batcher is active yet" in refused.text
         with batcher(broker.url, WORKER_TTL_S="60") as process:
             await wait_until(lambda: is_healthy(client))
             assert await batchers(client) == {"active": 1, "standby": 0}
-            assert await health(client, worker) == {"state": "good", "text": "1 worker ready"}
+            missing = {"state": "warn", "text": "1 of 2 workers ready"}  # `serve` says how many there are
+            assert await health(client, worker) == missing
             os.kill(process.pid, signal.SIGSTOP)
             await wait_until(lambda: is_unhealthy(client))
             assert gateway.pool.batcher.gone_s >= SILENT_S
@@ -311,30 +283,6 @@ async def test_a_batcher_whose_loop_hangs_keeps_the_lease_and_is_503(
         await wait_until(lambda: is_healthy(client))
         os.kill(os.getpid(), signal.SIGTERM)
         await running
-
-
-async def test_a_standby_is_counted_and_keeps_the_fleet_healthy(broker: Broker) -> None:
-    async with answering(broker.url, Answer([11])) as (_, _, client):
-        with batcher(broker.url, "b0") as first, batcher(broker.url, "b1"):
-            await wait_until(lambda: counts(client, active=1, standby=1))
-            first.kill()
-            first.wait()
-            await wait_until(lambda: counts(client, active=1, standby=0))
-            await wait_until(lambda: is_healthy(client))
-
-
-async def counts(client: httpx.AsyncClient, **expected: int) -> bool:
-    found = await batchers(client)
-    return all(found[state] == count for state, count in expected.items())
-
-
-async def test_a_missing_worker_is_a_warning(broker: Broker) -> None:
-    """`serve` tells its gateways how many workers there are."""
-    async with batching(broker.url), answering(broker.url, Answer([11]), num_workers=2) as (one, _, client):
-        await wait_until(lambda: is_healthy(client))
-        assert await health(client, one) == {"state": "warn", "text": "1 of 2 workers ready"}
-        async with working(broker.url, TOKENIZER, lambda _: Answer([11])) as other:
-            assert await health(client, one, other) == {"state": "good", "text": "2 workers ready"}
 
 
 async def test_workers_that_do_not_answer_the_batcher_are_named(broker: Broker, redis: Redis) -> None:

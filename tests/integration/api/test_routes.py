@@ -323,7 +323,7 @@ async def test_failures_have_the_form_of_the_api(
         await known([gateway], elsewhere)
         refused = await client.post(url(row), json=body_of(row), headers=bearer(elsewhere))
         assert refused.status_code == 403 and "may not use the model" in refused.text
-        client.headers["authorization"] = "Bearer sesame"
+        client.headers["authorization"] = "BEARER  sesame"
         refused = await client.post(url(row), content=b"x" * 5001, headers=JSON)
         assert refused.status_code == 413 and "5000 bytes" in refused.text
         check(row, refused)
