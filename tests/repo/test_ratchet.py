@@ -18,7 +18,7 @@ MOST = {  # statements, lines
     "gpu_worker": (10_869, 20_738),
     "common": (3_730, 7_452),
     "deploy": (2_497, 4_325),
-    "tests": (31_289, 54_635),
+    "tests": (31_122, 54_232),
     "benchmarks": (2_189, 3_702),
 }
 MOST_WORDS_OF_DOCS = 21_822
