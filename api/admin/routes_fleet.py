@@ -286,7 +286,7 @@ def forbidden(cause: str) -> ApiError:
 
 async def inspect_process(pid: int) -> tuple[int, int, str]:
     """Parent, user and command line of a process. Raises ApiError (404) if there is no such process."""
-    command = ("ps", "-o", "ppid=,uid=,command=", "-p", str(pid))
+    command = ("ps", "-ww", "-o", "ppid=,uid=,command=", "-p", str(pid))  # not cut at COLUMNS
     ps = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
     )

@@ -58,9 +58,9 @@ def bystander(title: str) -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.fixture
 def sibling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes this process the launcher of the gateway that it serves itself."""
-    own = os.getpid()
-    monkeypatch.setattr("api.admin.routes_fleet.os.getppid", lambda: own)
+    """Makes this process the launcher of the gateway that it serves itself, in a narrow terminal."""
+    monkeypatch.setattr("api.admin.routes_fleet.os.getppid", os.getpid)
+    monkeypatch.setenv("COLUMNS", "20")
 
 
 async def show(redis: Any, name: str, **figures: Any) -> None:
