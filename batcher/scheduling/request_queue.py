@@ -56,13 +56,14 @@ class Account:
 class ClassQueue:
     """The requests of one class that wait, in the order in which they start.
 
-    Resumed requests start first; of these the shortest, which is back the soonest. Then comes the tenant that
-    has had the least service for its weight, with its oldest request. Service is prompt tokens computed and
-    tokens generated. A tenant is charged at the start with what its rows generate on average; when the row is
-    released, the charge is corrected to what it has computed.
+    Resumed requests start first: of those under which the fewest workers died the shortest, which is back the
+    soonest. So deaths that have another cause do not meet one suspect again and again. Then comes the tenant
+    that has had the least service for its weight, with its oldest request. Service is prompt tokens computed
+    and tokens generated; what a tenant is charged with at the start, by what its rows generate on average, is
+    corrected when the row is released.
 
     Attributes:
-        resumed: a heap of (tokens to compute, arrival, request).
+        resumed: a heap of (crash count, tokens to compute, arrival, request).
         accounts: by tenant; those that are worth remembering.
         order: a heap of (served, arrival of the oldest request, place, account), stale items among them.
         level: `served` of the tenant whose request started last. A tenant that begins to wait is raised to
@@ -73,7 +74,7 @@ class ClassQueue:
     """
 
     weights: dict[str, float]
-    resumed: list[tuple[int, int, Sequence]] = field(default_factory=list)
+    resumed: list[tuple[int, int, int, Sequence]] = field(default_factory=list)
     accounts: dict[str, Account] = field(default_factory=dict)
     order: list[tuple[float, int, int, Account]] = field(default_factory=list)
     num_places: int = 0
@@ -90,7 +91,8 @@ class ClassQueue:
 
     def put(self, sequence: Sequence) -> None:
         if sequence.resumed:
-            heapq.heappush(self.resumed, (sequence.num_known, sequence.arrival, sequence))
+            rank = sequence.crash_count, sequence.num_known, sequence.arrival
+            heapq.heappush(self.resumed, (*rank, sequence))
             return
         account = self.account(sequence)
         heapq.heappush(account.waiting, (sequence.arrival, sequence))
@@ -129,10 +131,10 @@ class ClassQueue:
         """Return the request that starts next, of those that this turn has not looked past."""
         if len(self.looked_past) >= MAX_LOOKED_PAST:
             return None
-        while self.resumed and not self.resumed[0][2].waiting:
+        while self.resumed and not self.resumed[0][3].waiting:
             heapq.heappop(self.resumed)
         if self.resumed:
-            return self.resumed[0][2]
+            return self.resumed[0][3]
         while self.order:
             _, _, place, account = self.order[0]
             if place == account.place and (first := account.first()) is not None:
@@ -142,7 +144,7 @@ class ClassQueue:
 
     def remove_first(self, sequence: Sequence) -> None:
         """Remove the request that `first` returned."""
-        if self.resumed and self.resumed[0][2] is sequence:
+        if self.resumed and self.resumed[0][3] is sequence:
             heapq.heappop(self.resumed)
             return
         account = self.order[0][3]
@@ -192,9 +194,8 @@ class RequestQueue:
         """Return the request that starts next; None if no other can start in this turn."""
         if self.stopped:
             return None
-        due = [queue for queue in reversed(self.classes) if queue.num_passed >= PATIENCE]
-        for queue in due:
-            if (sequence := queue.first()) is not None:
+        for queue in reversed(self.classes):
+            if queue.num_passed >= PATIENCE and (sequence := queue.first()) is not None:
                 return sequence
         for queue in self.classes:
             if (sequence := queue.first()) is not None:

@@ -113,11 +113,11 @@ def test_tenants_start_by_their_weights_and_what_was_interrupted_before_all() ->
         queue.add(new(f"b{i}", 100 + i, tenant="b"))
     started = start_all(queue, 20)
     assert [sum(name[0] == "b" for name in some) for some in (started[:8], started[8:])] == [7, 9]
-    for i in range(2):
+    for i in range(4):
         resumed = new(f"r{i}", 200 + i, prompt=90 - i, tenant="a")
-        resumed.resumed = True
+        resumed.resumed, resumed.crash_count = True, i // 2
         queue.add(resumed)
-    assert start_all(queue, 2) == ["r1", "r0"], "the shortest first"
+    assert start_all(queue, 4) == ["r1", "r0", "r3", "r2"], "the shortest first, suspects last"
     started += start_all(queue)
     assert sorted(started) == sorted([*(f"a{i}" for i in range(10, 30)), *(f"b{i}" for i in range(30))])
 
