@@ -14,7 +14,7 @@ from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
     "api": (12_497, 24_263),
-    "batcher": (2_786, 4_798),
+    "batcher": (2_786, 4_799),
     "gpu_worker": (10_869, 20_738),
     "common": (3_730, 7_452),
     "deploy": (2_497, 4_325),
