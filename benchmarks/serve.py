@@ -7,7 +7,7 @@ end-of-sequence tokens ignored. The client shares the machine with the server.
 
 `--load 32,128,512,256` (may be repeated) is 32 streams and 128 requests, of about 512 tokens in and 256 out,
 instead; `--processes` clients share the streams. It then prints figures under the names of vLLM's
-`bench serve`, which `benchmarks/gpu/ratios.py` reads.
+`bench serve`, which `benchmarks/gpu/report.py` reads.
 """
 
 import argparse

@@ -240,7 +240,7 @@ starts() {
         mark "$name" $status $((SECONDS - begun))
         report
     done
-    item kills 400 env MODEL_ID="$out/models/$small" "$python" -m benchmarks.gpu.restarts --kills 3
+    item kills 400 env MODEL_ID="$out/models/$small" "$python" -m benchmarks.pauses --kill workers --workers 1 --streams 1 --kills 3
 }
 
 is_done models || {
