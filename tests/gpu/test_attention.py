@@ -2,22 +2,19 @@
 
 import itertools
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from gpu_worker.engine.attention.backend import AttentionSpec, Geometry, KVCache, LayerSpec, attach
+from gpu_worker.engine.attention.backend import AttentionSpec, Geometry, LayerSpec
 from gpu_worker.engine.attention.sdpa import SdpaBackend
-from gpu_worker.engine.batch.inputs import build_inputs
-from gpu_worker.engine.batch.row import arrange
+from tests.support.engine.attention_pair import LENGTHS, Pair, parts_of
 from tests.support.engine.on_cuda import ANYWHERE, backend_of, needs_flash
-from tests.support.engine.row_steps import BLOCKS, CPU, STEPS, chunk, rows
+from tests.support.engine.row_steps import BLOCKS, rows
 
 ERRORS = {torch.float16: 5e-3, torch.bfloat16: 4e-2}
 KV_HEADS = 2
-LENGTHS = (70, 1, 33, 90)
 MAX_ROWS = 8
 
 Shape = tuple[torch.dtype, int, int, int]
@@ -36,71 +33,18 @@ FEATURES = list(itertools.product((None, 20), (None, 5.0), (False, True)))
 """(window, softcap, sinks)"""
 
 
-class Pair:
-    """One layer's attention by torch in float32 on CPU, and by FlashInfer on the device."""
-
-    def __init__(
-        self, device: str, dtype: torch.dtype, block_size: int, dim: int, spec: AttentionSpec
-    ) -> None:
-        self.device, self.dtype, self.dim, self.spec, self.block_size = (
-            torch.device(device),
-            dtype,
-            dim,
-            spec,
-            block_size,
-        )
-        layer = LayerSpec(spec, dim, dim)
-        exact, given = (Geometry([layer], block_size, number, number) for number in (torch.float32, dtype))
-        self.exact, self.flash = SdpaBackend(exact, CPU), backend_of(given, self.device, MAX_ROWS, BLOCKS)
-        assert not isinstance(self.flash, SdpaBackend)
-        self.caches = [KVCache(exact, BLOCKS, CPU), KVCache(self.flash.geometry, BLOCKS, self.device)]
-        self.modules = [SimpleNamespace() for _ in self.caches]
-        for module, cache, backend in zip(self.modules, self.caches, (self.exact, self.flash), strict=True):
-            attach([module], backend.geometry, cache, backend)
-
-    def tokens(self, count: int) -> list[torch.Tensor]:
-        """Query, key and value, with strides as model code leaves them."""
-        heads, (kv_heads, dim) = self.spec.kv_heads * self.spec.group, (self.spec.kv_heads, self.dim)
-        return [
-            torch.randn(1, count, num, dim).to(self.dtype).transpose(1, 2)
-            for num in (heads, kv_heads, kv_heads)
-        ]
-
-    def attend(
-        self, slices: Any, given: list[torch.Tensor], sinks: torch.Tensor | None
-    ) -> list[torch.Tensor]:
-        outputs = []
-        for backend, module, device, dtype in zip(
-            (self.exact, self.flash),
-            self.modules,
-            (CPU, self.device),
-            (torch.float32, self.dtype),
-            strict=True,
-        ):
-            backend.prepare_forward(build_inputs(slices, self.block_size, device))
-            own = None if sinks is None else sinks.to(device)
-            outputs.append(backend.attend(module, *(tensor.to(device, dtype) for tensor in given), own))
-        return outputs
-
-    def check(self, outputs: list[torch.Tensor], what: Any) -> None:
-        exact, found = outputs[0], outputs[1].float().cpu()
-        torch.testing.assert_close(
-            found,
-            exact,
-            rtol=ERRORS[self.dtype] / 2,
-            atol=ERRORS[self.dtype],
-            msg=lambda text: f"{what}: {text}",
-        )
-
-
 def pair_of(device: str, shape: Shape, window: int | None, softcap: float | None) -> Pair:
     needs_flash(device)
     dtype, block_size, dim, group = shape
-    return Pair(device, dtype, block_size, dim, AttentionSpec(KV_HEADS, group, window, dim**-0.5, softcap))
+    layer = LayerSpec(AttentionSpec(KV_HEADS, group, window, dim**-0.5, softcap), dim, dim)
+    return flash_pair(Geometry([layer], block_size, dtype, dtype), torch.device(device))
 
 
-def parts_of(lines: Any, step: Any) -> Any:
-    return arrange([chunk(lines[row], begin, count) for row, begin, count in step])
+def flash_pair(geometry: Geometry, device: torch.device) -> Pair:
+    flash = backend_of(geometry, device, MAX_ROWS, BLOCKS)
+    assert not isinstance(flash, SdpaBackend)
+    error = ERRORS[geometry.dtype]
+    return Pair(geometry, flash, error, error / 2, device)
 
 
 def on_device(pair: Pair, slices: Any, rest: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,13 +57,6 @@ def on_device(pair: Pair, slices: Any, rest: int) -> tuple[torch.Tensor, torch.T
         line[: len(row_slice.row.blocks)] = torch.from_numpy(row_slice.row.blocks)
     positions = torch.tensor([*(row_slice.begin for row_slice in slices), *[0] * rest], dtype=torch.int32)
     return positions.to(pair.device), table.to(pair.device)
-
-
-def check_steps(pair: Pair, lines: Any, sinks: torch.Tensor | None) -> None:
-    for step in STEPS:
-        slices = parts_of(lines, step)
-        given = pair.tokens(sum(row_slice.count for row_slice in slices))
-        pair.check(pair.attend(slices, given, sinks), step)
 
 
 @ANYWHERE
@@ -136,7 +73,7 @@ def test_outputs_equal_those_of_torch(
     pair, lines = pair_of(device, shape, window, softcap), rows(block_size, LENGTHS)
     owned = {int(block) for line in lines for block in line.blocks}
     pair.caches[1].fill([block for block in range(BLOCKS + 1) if block not in owned], math.nan)
-    check_steps(pair, lines, torch.randn(KV_HEADS * group) if sinks else None)
+    pair.check_steps(torch.randn(KV_HEADS * group) if sinks else None)
 
 
 @ANYWHERE
@@ -149,15 +86,15 @@ def test_steps_with_inputs_on_the_device_equal_those_from_the_host(
     graph.
     """
     torch.manual_seed(0)
-    pair, lines = pair_of(device, shape, window, None), rows(shape[1], LENGTHS)
-    assert pair.flash.plan_free
-    check_steps(pair, lines, None)
+    pair = pair_of(device, shape, window, None)
+    assert pair.other.plan_free
+    lines = pair.check_steps()
     slices = parts_of(lines, [(0, 71, 1), (1, 3, 1), (3, 91, 1)])
     given = pair.tokens(len(slices))
     _, planned = pair.attend(slices, given, None)
-    pair.flash.prepare_decode(*on_device(pair, slices, 2))
+    pair.other.prepare_decode(*on_device(pair, slices, 2))
     filled = [torch.cat((tensor, tensor[:, :, :2]), 2).to(pair.device) for tensor in given]
-    found = pair.flash.attend(pair.modules[1], *filled, None)
+    found = pair.other.attend(pair.modules[1][0], *filled, None)
     assert torch.equal(found[:, : len(slices)], planned)
 
 
@@ -173,7 +110,7 @@ def test_split_rows_equal_those_of_torch(device: str, shape: Shape, sinks: bool)
     pair.attend(prompts, pair.tokens(2134), own)
     slices, given = parts_of(lines, [(0, 2100, 1), (1, 1, 1), (2, 33, 1)]), pair.tokens(3)
     exact, _ = pair.attend(slices, given, own)
-    pair.flash.prepare_decode(*on_device(pair, slices, 0), True)
+    pair.other.prepare_decode(*on_device(pair, slices, 0), True)
     tensors = [None if one is None else one.to(pair.device) for one in (*given, own)]
     for _ in range(2):  # the counters are left as they were
-        pair.check([exact, pair.flash.attend(pair.modules[1], *tensors)], "split")
+        pair.check([exact, pair.other.attend(pair.modules[1][0], *tensors)], "split")

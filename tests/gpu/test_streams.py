@@ -16,8 +16,9 @@ from gpu_worker.engine.batch.row import StepSlices
 from gpu_worker.engine.cuda.graphs import PLAIN, CudaGraphs
 from gpu_worker.engine.engine import InFlightStep, copy_step
 from gpu_worker.engine.sampling.sampler import SamplerOutput
-from tests.gpu.test_attention import LENGTHS, Pair, parts_of
+from tests.gpu.test_attention import flash_pair
 from tests.support.engine import tiny_models
+from tests.support.engine.attention_pair import LENGTHS, Pair, parts_of
 from tests.support.engine.on_cuda import ANYWHERE, FLASH_FAMILIES, ON_GPUS, engine_on, needs_flash
 from tests.support.engine.row_steps import BLOCKS, CPU, rows
 
@@ -84,7 +85,8 @@ def test_samples_are_read_when_their_step_is_over(device: str) -> None:
 def pair_with_plans(device: str) -> Pair:
     """Attention that the host plans, prompts and rows that decode: scores are soft-capped."""
     needs_flash(device)
-    return Pair(device, torch.bfloat16, 16, 64, AttentionSpec(2, 4, None, 0.125, 5.0))
+    layer = LayerSpec(AttentionSpec(2, 4, None, 0.125, 5.0), 64, 64)
+    return flash_pair(Geometry([layer], 16, torch.bfloat16, torch.bfloat16), torch.device(device))
 
 
 @ANYWHERE
@@ -97,12 +99,12 @@ def test_plans_that_wait_in_pinned_memory_are_not_overwritten(device: str) -> No
     steps = [parts_of(lines, [(row, 0, LENGTHS[row])]) for row in (0, 2, 3)]
     given = [pair.tokens(sum(part.count for part in slices)) for slices in steps]
     exact = [pair.attend(slices, own, None) for slices, own in zip(steps, given, strict=True)]
-    on_device = [[tensor.to(pair.device, pair.dtype) for tensor in own] for own in given]
+    on_device = [[tensor.to(pair.device) for tensor in own] for own in given]
     keep_busy(device)
     found = []
     for slices, own in zip(steps, on_device, strict=True):
-        pair.flash.prepare_forward(build_inputs(slices, 16, pair.device))
-        found.append(pair.flash.attend(pair.modules[1], *own, None))
+        pair.other.prepare_forward(build_inputs(slices, 16, pair.device))
+        found.append(pair.other.attend(pair.modules[1][0], *own, None))
     for outputs, again in zip(exact, found, strict=True):
         pair.check([outputs[0], again], "planned while the device was busy")
 

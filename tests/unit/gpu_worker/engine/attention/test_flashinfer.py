@@ -21,11 +21,10 @@ from gpu_worker.engine.attention.flashinfer_support import (
     workspace_bytes,
 )
 from gpu_worker.engine.attention.sdpa import SdpaBackend
-from gpu_worker.engine.batch.inputs import build_inputs
-from gpu_worker.engine.batch.row import arrange
+from tests.support.engine.attention_pair import Pair, parts_of
 from tests.support.engine.fake_flashinfer import kernels
 from tests.support.engine.fake_flashinfer.install import install
-from tests.support.engine.row_steps import BLOCKS, CPU, STEPS, chunk, rows
+from tests.support.engine.row_steps import BLOCKS, CPU
 from tests.support.parameters.slow_but import slow_but
 
 if not install():
@@ -34,6 +33,7 @@ from gpu_worker.engine.attention import flashinfer
 from gpu_worker.engine.attention.flashinfer import FlashInferBackend
 
 HOPPER = 9
+ERROR = 2e-5
 
 
 @pytest.mark.parametrize(
@@ -59,43 +59,14 @@ def test_outputs_equal_those_of_torch(
         scales = (1.0, 1.0) if kv_dtype == torch.float32 else (0.7, 0.01)
         layer = LayerSpec(AttentionSpec(2, group, window, 0.2, softcap), dim, dim, *scales)
         geometry = Geometry([layer], block_size, torch.float32, kv_dtype)
-        backends = [SdpaBackend(geometry, CPU), FlashInferBackend(geometry, CPU, generation, 8, BLOCKS)]
+        flash = FlashInferBackend(geometry, CPU, generation, 8, BLOCKS)
         plan_free = (block_size, generation, softcap) == (16, HOPPER, None) and kv_dtype != torch.float8_e5m2
-        assert backends[1].plan_free == plan_free
-        caches = [KVCache(backend.geometry, BLOCKS, CPU) for backend in backends]
-        assert caches[1].keys[0].shape[3] == caches[1].values[0].shape[3] == (64 if dim == 64 else 128)
-        own_sinks = None if sinks is None else sinks[: 2 * group]
-        check_outputs(backends, caches, block_size, 2 * group, 2, (dim, dim), own_sinks)
-
-
-def check_outputs(
-    backends: list[Any],
-    caches: list[KVCache],
-    block_size: int,
-    heads: int,
-    kv_heads: int,
-    dims: tuple[int, int],
-    sinks: torch.Tensor | None = None,
-) -> None:
-    """Both backends have the same outputs in all steps. `dims`: of keys and values."""
-    caches[1].fill(list(range(BLOCKS + 1)), math.nan)
-    modules = [SimpleNamespace() for _ in caches]
-    for module, cache, backend in zip(modules, caches, backends, strict=True):
-        attention.attach([module], backend.geometry, cache, backend)
-    lines, is_latent = rows(block_size, (70, 1, 33, 90)), dims[0] != dims[1]
-    for step in STEPS:
-        line = build_inputs(
-            arrange([chunk(lines[row], begin, count) for row, begin, count in step]), block_size, CPU
-        )
-        tokens, outputs = line.ids.shape[1], []
-        query = torch.randn(1, tokens, heads, sum(dims) if is_latent else dims[0]).transpose(1, 2)
-        key = torch.randn(1, kv_heads, tokens, dims[0])
-        value = torch.randn(1, tokens, kv_heads, dims[1]).transpose(1, 2)
-        for backend, module in zip(backends, modules, strict=True):
-            backend.prepare_forward(line)
-            outputs.append(backend.attend(module, query, key, value, sinks))
-        assert outputs[0].shape == (1, tokens, heads, dims[1])
-        torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=2e-5)
+        assert flash.plan_free == plan_free
+        pair = Pair(geometry, flash, ERROR, exact_kv=kv_dtype)
+        keys, values = pair.caches[1].keys[0], pair.caches[1].values[0]
+        assert keys.shape[3] == values.shape[3] == (64 if dim == 64 else 128)
+        pair.caches[1].fill(list(range(BLOCKS + 1)), math.nan)
+        pair.check_steps(None if sinks is None else sinks[: 2 * group])
 
 
 def test_split_rows_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,32 +101,21 @@ def test_layers_have_heads_of_their_own_size(generation: int) -> None:
     torch.manual_seed(0)
     spec = AttentionSpec(2, 3, None, 0.2)
     geometry = Geometry([LayerSpec(spec, dim, dim) for dim in (64, 96)], 16, torch.float32, torch.float32)
-    flash, plain = FlashInferBackend(geometry, CPU, generation, 8, BLOCKS), SdpaBackend(geometry, CPU)
+    flash = FlashInferBackend(geometry, CPU, generation, 8, BLOCKS)
     assert [view.key_dim for view in flash.views] == [64, 128]
-    lines = rows(16, (70, 1, 33, 90))
-    outputs: list[list[torch.Tensor]] = []
-    for backend in (plain, flash):
-        torch.manual_seed(1)
-        modules = [SimpleNamespace() for _ in geometry.layers]
-        attention.attach(modules, backend.geometry, KVCache(backend.geometry, BLOCKS, CPU), backend)
-        found = []
-        for step in STEPS:
-            slices = arrange([chunk(lines[row], begin, count) for row, begin, count in step])
-            line = build_inputs(slices, 16, CPU)
-            backend.prepare_forward(line)
-            if backend is flash and all(row_slice.decodes for row_slice in slices):
-                positions, table = np.zeros(3, np.int32), np.zeros((3, BLOCKS), np.int32)
-                for place, row_slice in enumerate(slices):
-                    positions[place] = row_slice.begin
-                    table[place, : len(row_slice.row.blocks)] = row_slice.row.blocks
-                flash.plan_decode(positions, table)
-                flash.prepare_decode(torch.from_numpy(positions), torch.from_numpy(table))
-            for module, dim in zip(modules, (64, 96), strict=True):
-                query, key, value = (torch.randn(1, heads, line.ids.shape[1], dim) for heads in (6, 2, 2))
-                found.append(backend.attend(module, query, key, value, None))
-        outputs.append(found)
-    for one, other in zip(*outputs, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
+    pair = Pair(geometry, flash, ERROR)
+    lines = pair.check_steps()
+    slices = parts_of(lines, [(0, 71, 1), (1, 3, 1), (3, 91, 1)])
+    positions, table = np.zeros(3, np.int32), np.zeros((3, BLOCKS), np.int32)
+    for place, row_slice in enumerate(slices):
+        positions[place] = row_slice.begin
+        table[place, : len(row_slice.row.blocks)] = row_slice.row.blocks
+    for layer in range(2):
+        given = pair.tokens(3, layer)
+        exact, _ = pair.attend(slices, given, None, layer)
+        flash.plan_decode(positions, table)
+        flash.prepare_decode(torch.from_numpy(positions), torch.from_numpy(table))
+        pair.check([exact, flash.attend(pair.modules[1][layer], *given, None)], "captured")
 
 
 @pytest.mark.parametrize(("block_size", "heads"), [(16, 3), (5, 19)])
@@ -169,8 +129,9 @@ def test_outputs_over_latents_equal_those_of_torch(block_size: int, heads: int) 
     geometry = Geometry([layer], block_size, torch.float32, torch.float32)
     flash = FlashInferBackend(geometry, CPU, HOPPER, 8, BLOCKS)
     assert flash.planned == [True] and flash.geometry == geometry
-    caches = [KVCache(geometry, BLOCKS, CPU) for _ in range(2)]
-    check_outputs([SdpaBackend(geometry, CPU), flash], caches, block_size, heads, 1, (rotary_dim, rank))
+    pair = Pair(geometry, flash, ERROR)
+    pair.caches[1].fill(list(range(BLOCKS + 1)), math.nan)
+    pair.check_steps()
 
 
 def test_all_ranks_split_the_rows_of_the_same_steps() -> None:

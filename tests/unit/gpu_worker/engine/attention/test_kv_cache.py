@@ -8,7 +8,6 @@ import itertools
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,14 +19,14 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from gpu_worker.engine.attention.backend import FLOATS8, AttentionSpec, Geometry, KVCache, LayerSpec, raw
 from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
-from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.batch.inputs import build_inputs
-from gpu_worker.engine.batch.row import Row, arrange
+from gpu_worker.engine.batch.row import Row
 from gpu_worker.engine.cpu import native
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model.warmup import scale_layers
 from tests.support.engine import tiny_models
-from tests.support.engine.row_steps import BLOCKS, CPU, STEPS, chunk, rows
+from tests.support.engine.attention_pair import Pair
+from tests.support.engine.row_steps import BLOCKS, CPU, chunk
 from tests.support.engine.tiny_engine import NEW_TOKENS, check_ids, engine_of, play, prompts
 from tests.support.engine.tiny_models import FAMILIES
 
@@ -212,40 +211,12 @@ def test_outputs_equal_those_of_torch(
     ):
         torch.manual_seed(0)
         spec = AttentionSpec(2, group, window, key_dim**-0.5, softcap)
-        geometries = [
-            Geometry([LayerSpec(spec, key_dim, value_dim)], block_size, number, stored or number)
-            for number in (torch.float32, dtype)
-        ]
-        caches = [KVCache(geometry, BLOCKS, CPU) for geometry in geometries]
-        caches[1].fill(list(range(BLOCKS + 1)), math.nan)
-        backends = [SdpaBackend(geometries[0], CPU), CpuPagedBackend(geometries[1], library)]
-        scales = (
-            {"key_scale": 0.7, "value_scale": 0.002} if stored else {"key_scale": 1.0, "value_scale": 1.0}
-        )
-        modules = [
-            SimpleNamespace(keys=cache.keys[0], values=cache.values[0], spec=spec, **scales)
-            for cache in caches
-        ]
-        modules = [type("Module", (), vars(module))() for module in modules]
-        lines = rows(block_size, (70, 1, 33, 90))
-        for step in STEPS:
-            line = build_inputs(
-                arrange([chunk(lines[row], begin, count) for row, begin, count in step]), block_size, CPU
-            )
-            tokens = line.ids.shape[1]
-            query = torch.randn(1, tokens, 2 * group, key_dim).to(dtype).transpose(1, 2)
-            key, value = (
-                torch.randn(1, 2, tokens, key_dim).to(dtype),
-                torch.randn(1, tokens, 2, value_dim).to(dtype).transpose(1, 2),
-            )
-            outputs = []
-            for backend, module, number in zip(backends, modules, (torch.float32, dtype), strict=True):
-                backend.prepare_forward(line)
-                own = None if sinks is None else sinks[: 2 * group]
-                outputs.append(
-                    backend.attend(module, query.to(number), key.to(number), value.to(number), own)
-                )
-            torch.testing.assert_close(outputs[1].float(), outputs[0], rtol=0, atol=ERRORS[dtype])
+        layer = LayerSpec(spec, key_dim, value_dim, *((0.7, 0.002) if stored else (1.0, 1.0)))
+        geometry = Geometry([layer], block_size, dtype, stored or dtype)
+        backend = CpuPagedBackend(geometry, library)
+        pair = Pair(geometry, backend, ERRORS[dtype], exact_kv=stored or torch.float32)
+        pair.caches[1].fill(list(range(BLOCKS + 1)), math.nan)
+        pair.check_steps(None if sinks is None else sinks[: 2 * group])
 
 
 @pytest.mark.parametrize("dtype", native.TYPE_CODES, ids=str)
