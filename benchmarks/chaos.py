@@ -133,37 +133,28 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=time.time_ns() % 100_000, help="of a run to repeat")
     parser.add_argument("--kills", type=int, default=Plan.kills)
-    parser.add_argument("--streams", type=int, default=Plan.num_streams)
-    parser.add_argument("--every", type=float, default=Plan.every_s, help="mean seconds between strikes")
-    parser.add_argument("--tokens", type=int, default=Plan.num_tokens, help="new tokens of each stream")
+    parser.add_argument("--streams", dest="num_streams", type=int, default=Plan.num_streams)
+    parser.add_argument(
+        "--every", dest="every_s", type=float, default=Plan.every_s, help="mean between strikes"
+    )
+    parser.add_argument(
+        "--tokens", dest="num_tokens", type=int, default=Plan.num_tokens, help="of each stream"
+    )
     parser.add_argument("--loss", type=float, default=Plan.loss, help="share of messages that gateways lose")
     choices = sorted({*KINDS, *BROKER_WAYS, "stop"} - {"kill"})
-    parser.add_argument("--spare", nargs="+", default=(), choices=choices, help="what is not to happen")
-    parser.add_argument("--model", action="store_true", help="real engines with the embedded model")
-    parser.add_argument("--blocks", type=int, default=Plan.num_blocks, help="of each cache, without --model")
+    spared = "what is not to happen"
+    parser.add_argument("--spare", dest="spared", nargs="+", default=(), choices=choices, help=spared)
+    model: dict[str, Any] = {"action": "store_const", "const": None, "default": Plan.step_ms}
+    parser.add_argument("--model", dest="step_ms", **model, help="real engines with the embedded model")
+    blocks = "of each cache, without --model"
+    parser.add_argument("--blocks", dest="num_blocks", type=int, default=Plan.num_blocks, help=blocks)
     parser.add_argument("--speculate", type=int, default=0, help="tokens that rows propose at a time")
+    grace = "STOPPED_GRACE_S: 0 lets the stopped go on with what they held"
     parser.add_argument(
-        "--stopped-grace",
-        type=float,
-        default=Plan.stopped_grace_s,
-        help="STOPPED_GRACE_S: 0 lets the stopped go on with what they held",
+        "--stopped-grace", dest="stopped_grace_s", type=float, default=Plan.stopped_grace_s, help=grace
     )
-    parser.add_argument("--log", type=Path, help="file for what the fleet logs")
-    args = parser.parse_args()
-    plan = Plan(
-        seed=args.seed,
-        kills=args.kills,
-        num_streams=args.streams,
-        every_s=args.every,
-        num_tokens=args.tokens,
-        num_blocks=args.blocks,
-        spared=args.spare,
-        loss=args.loss,
-        step_ms=None if args.model else Plan.step_ms,
-        speculate=args.speculate,
-        stopped_grace_s=args.stopped_grace,
-        log_to=args.log,
-    )
+    parser.add_argument("--log", dest="log_to", type=Path, help="file for what the fleet logs")
+    plan = Plan(**vars(parser.parse_args()))
     print(f"seed {plan.seed}", flush=True)
     outcome = uvloop.run(run_until_told(plan))
     print(describe(plan, outcome), flush=True)

@@ -1,11 +1,10 @@
 """Prints the gateway's CPU time per token and per request: `python -m benchmarks.gateway [--runs 5]`.
 
 A real gateway process runs on a broker of its own, or with `--gateways 2` two that share the streams: the
-time is then the sum of both. A scripted worker without a model, in this process beside
-the client, sends a token of each stream every step, at a fixed pace. CPU time depends little on other load.
-It is given for a token while all streams run, and for the rest of a request. With `--contended` a process on
-each core copies large arrays meanwhile, as an engine does that streams its weights, and the gateway finds its
-caches cold. `--path /v1/completions` asks for OpenAI's chunks in place of TGI's frames.
+time is then the sum of both. A scripted worker without a model, in this process beside the client, sends a
+token of each stream every step, at a fixed pace. CPU time depends little on other load. It is given for a
+token while all streams run, and for the rest of a request. `--path /v1/completions` asks for OpenAI's chunks
+in place of TGI's frames.
 
 `--instructions` prints how many instructions a token takes while all streams run, in place of all that. They
 hardly depend on the machine, so one run is enough. It needs valgrind.
@@ -55,7 +54,6 @@ runpy.run_module("api", run_name="__main__")
 """Program of a gateway whose instructions are counted."""
 GENERATE_STREAM, COMPLETIONS = "/generate_stream", "/v1/completions"
 ONE_TOKEN = {"inputs": "number 0", "parameters": {"max_new_tokens": 1}}
-COPIES = "import numpy; a = numpy.ones(2**26, 'f4'); b = a.copy()\nwhile True: b[:] = a"
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,10 +240,8 @@ def show(what: str, costs: Sequence[Cost]) -> None:
     )
 
 
-def main(runs: int, contended: bool, num_gateways: int, path: str) -> None:
+def main(runs: int, num_gateways: int, path: str) -> None:
     with ExitStack() as stack:
-        for _ in range((os.cpu_count() or 1) * contended):
-            stack.enter_context(running([sys.executable, "-c", COPIES], dict(os.environ)))
         broker = stack.enter_context(brokers.running())
         gateways = [stack.enter_context(gateway(broker, path)) for _ in range(num_gateways)]
         uvloop.run(measure(gateways, broker, runs))
@@ -265,7 +261,6 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--contended", action="store_true")
     parser.add_argument("--gateways", type=int, default=1)
     parser.add_argument("--path", choices=(GENERATE_STREAM, COMPLETIONS), default=GENERATE_STREAM)
     parser.add_argument("--instructions", action="store_true")
@@ -273,4 +268,4 @@ if __name__ == "__main__":
     if args.instructions:
         main_counted(args.path)
     else:
-        main(args.runs, args.contended, args.gateways, args.path)
+        main(args.runs, args.gateways, args.path)

@@ -68,8 +68,8 @@ class Folder:
 
 
 def report(folder: Folder) -> Iterator[str]:
-    """Each item with its last line, which has the counts of tests; all loads beside vLLM's; what some items print
-    as it is; the ends of those that failed.
+    """Items with their last lines, which have the counts of tests; all loads; what some print; the ends of
+    those that failed.
     """
     items = folder.items()
     yield "# What this machine showed\n"
