@@ -4,8 +4,6 @@ while nobody dies: adapters come and go, a second turn starts from what is cache
 """
 
 import asyncio
-import copy
-import io
 import itertools
 import json
 import os
@@ -18,9 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-import numpy as np
 import pytest
-from PIL import Image
 
 from benchmarks.models.speculation import save_faded, save_first_layers
 from common import model_files
@@ -28,6 +24,7 @@ from common.pictures import decoded
 from tests.support.adapters.tiny_adapters import merged, save_adapter
 from tests.support.engine import tiny_models
 from tests.support.engine.pictures.models import FAMILIES as PICTURE_FAMILIES
+from tests.support.engine.pictures.models import picture
 from tests.support.engine.reference import load, prompt_ids
 from tests.support.engine.tiny_models import HYBRIDS
 from tests.support.fleet.fleet import Fleet, have_ended
@@ -134,14 +131,6 @@ def seeing(folder: Path) -> dict[str, Any]:
     return {"model_id": folder}
 
 
-def picture(seed: int, height: int = 50, width: int = 70) -> bytes:
-    """The file of a picture like no other."""
-    pixels = np.random.default_rng(seed).integers(0, 255, (4, 4, 3), dtype=np.uint8)
-    target = io.BytesIO()
-    Image.fromarray(pixels).resize((width, height), Image.Resampling.NEAREST).save(target, "PNG")
-    return target.getvalue()
-
-
 SEEN: list[tuple[str, list[bytes]]] = [
     ("What is {} this?", [picture(1)]),
     ("{} and {}: which is larger?", [picture(2), picture(3, 30, 90)]),
@@ -169,10 +158,9 @@ def by_its_processor(own: dict[str, Any], bodies: list[dict[str, Any]]) -> list[
     for text, contents in SEEN:
         prompt = text.format(*[INLINE] * len(contents))
         images = [[decoded(content) for content in contents]]
-        inputs: Any = processor(images=images, text=[prompt], return_tensors="pt")
-        how: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        output = copy.deepcopy(model).generate(**inputs, max_new_tokens=num_tokens, **how)
-        found.append(output[0, inputs["input_ids"].shape[1] :].tolist())
+        inputs: Any = dict(processor(images=images, text=[prompt], return_tensors="pt"))
+        [ids] = inputs.pop("input_ids").tolist()
+        found.append(tiny_models.generate(model, ids, num_tokens, **inputs))
     return found
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from gpu_worker.engine.cuda.graphs import CudaGraphs
-from gpu_worker.engine.model import load, warmup
 from tests.support.engine import tiny_models
 from tests.support.engine.on_cuda import ANYWHERE, FLASH_FAMILIES, engine_on, needs_flash
 from tests.support.engine.tiny_engine import prompts
@@ -26,9 +25,6 @@ def test_bits_do_not_depend_on_what_runs_beside_a_row(
     """Alone, batched, chunked in another order, resumed; and again and again."""
     needs_flash(device)
     tiny_models.save(tmp_path, "Llama", WIDE)
-    if device == "cpu":
-        monkeypatch.setattr(load, "nondeterministic_because", lambda *arguments: "")
-        monkeypatch.setattr(warmup, "FIXED_TOKENS", 12)
     engine = engine_on(device, tmp_path, monkeypatch, dtype="bfloat16", deterministic=True)
     assert isinstance(engine.graphs, CudaGraphs) and engine.graphs.is_fixed
     rows = list(range(len(prompts())))

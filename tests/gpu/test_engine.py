@@ -24,7 +24,7 @@ from tests.support.engine.on_cuda import (
     needs_flash,
     noted,
 )
-from tests.support.engine.tiny_engine import NEW_TOKENS, check_ids, play, prompts
+from tests.support.engine.tiny_engine import NEW_TOKENS, answers, check_ids, play, prompts
 from tests.support.engine.tiny_models import FAMILIES
 from tests.support.prompts import FEW, PROMPTS
 
@@ -33,7 +33,7 @@ FLASH = ["Llama", *(name for name in FLASH_FAMILIES if name != "Llama")]
 
 def check_float32(device: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_models.save(tmp_path, *FAMILIES[family])
-    expected = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
+    expected = answers(model)
     check_ids(engine_on(device, tmp_path, monkeypatch, dtype="float32"), expected)
 
 

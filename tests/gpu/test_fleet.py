@@ -6,7 +6,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.support.engine import tiny_models
 from tests.support.engine.on_cuda import DEVICES, FLASH_FAMILIES, needs_flash, used_bytes
@@ -22,24 +21,11 @@ NEAR_BYTES = 512 * 2**20
 """Of a GPU's memory: what drivers and allocators may keep."""
 
 
-def save(folder: Path) -> None:
-    """A tiny model whose tokens are bytes."""
-    tiny_models.save(
-        folder, FLASH_FAMILIES["Llama"][0], FLASH_FAMILIES["Llama"][1] | {"max_position_embeddings": 1024}
-    )
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: token for token, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
-    tokenizer.save(str(folder / "tokenizer.json"))
-
-
 @pytest.fixture(params=DEVICES[:1])
 def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
     needs_flash(request.param)
-    save(tmp_path)
+    family, sizes = FLASH_FAMILIES["Llama"]
+    tiny_models.save_with_bytes(tmp_path, family, sizes | {"max_position_embeddings": 1024})
     fleet = Fleet(
         model_id=str(tmp_path),
         device=request.param,

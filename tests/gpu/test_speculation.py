@@ -10,7 +10,6 @@ from common import model_files
 from common.messages.request import SamplingParams
 from common.settings.settings import SettingError
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.model import load, warmup
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player, player
 from tests.support.engine.drafts import SIZE, right_heads, save_counting_model, save_heads
@@ -60,9 +59,6 @@ def test_deterministic_gives_the_ids_of_the_plain_way(
     """In bfloat16, by FlashInfer and from a graph: a token has the same bits as a proposal."""
     needs_flash(device)
     tiny_models.save(tmp_path, *FLASH_FAMILIES["Llama"])
-    if device == "cpu":
-        monkeypatch.setattr(load, "nondeterministic_because", lambda *arguments: "")
-        monkeypatch.setattr(warmup, "FIXED_TOKENS", 12)
     engine = engine_on(device, tmp_path, monkeypatch, dtype="bfloat16", deterministic=True)
     plain = play(engine, ROWS)
     engine.rows.make_proposer = proposers(plain, 0.3, is_sure)

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import os
 import signal
-from functools import partial
 from typing import Any
 
 import httpx
@@ -16,10 +15,8 @@ import pytest
 from redis.asyncio import Redis
 
 from common.broker.keys import Keys
-from common.messages.codec import decode, encode
-from common.messages.events import ERRORS, Events
-from common.messages.records import pack_ids
-from common.messages.request import Generate, StoppingParams
+from common.messages.codec import decode
+from common.messages.events import Events
 from common.process.logs import next_incarnation
 from tests.support.fleet.fleet import Fleet
 from tests.support.load import PROMPT, Load, post, timeline
@@ -108,27 +105,6 @@ async def test_a_broker_that_lost_everything_costs_no_token_and_no_load_of_the_m
     await redis.flushall()
     assert await load.whole() == undisturbed
     assert everybody() == before
-
-
-async def test_an_id_that_the_model_does_not_have_fails_its_request_alone(fleet: Fleet, redis: Redis) -> None:
-    """The forward raises for it, on workers that stream other answers meanwhile, and no process ends."""
-    await two_ready(fleet)
-    before = fleet.pids()
-    load = Load(fleet, 40, count=6)
-    await load.progress(3)
-    for i in range(4):
-        request = Generate(f"poison{i}", "d", pack_ids([504, 10**6]), StoppingParams(5))
-        state = {"digest": "d", "attempt": 0, "base": 0}
-        await redis.hset(KEYS.request(request.request_id), mapping=state)  # type: ignore[misc]
-        await redis.xadd(KEYS.requests, {"generate": encode(request)})
-    for i in range(4):
-        key = KEYS.request(f"poison{i}")
-        await wait_until(partial(redis.hexists, key, "terminal"))
-        error_type, error = ERRORS["forward"]
-        found = await redis.hmget(key, ["error_type", "error"])  # type: ignore[misc]
-        assert found == [error_type.encode(), error.encode()]
-    assert [len(ids) for ids in await load.whole()] == [40] * 6
-    assert before.items() <= fleet.pids().items(), "no process has ended"
 
 
 # --- answers ------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.cuda.graphs import CudaGraphs
 from gpu_worker.engine.cuda.linear import fuse_linears
 from gpu_worker.engine.engine import Engine
-from gpu_worker.engine.model import load, passes
+from gpu_worker.engine.model import load, passes, warmup
 from gpu_worker.engine.model.quantized_linears import quantise_linears
 from gpu_worker.engine.quantization.blocks import FindBlocks
 from tests.support.engine import fake_products
@@ -123,6 +123,9 @@ def engine_on(device: str, folder: Path | str, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(passes, "pack_linears", as_on_cuda)
     monkeypatch.setattr(load, "choose_backend", backend_of)
     monkeypatch.setattr(engines, "make_capture", lambda device: again)
+    if chosen.deterministic:
+        monkeypatch.setattr(load, "nondeterministic_because", lambda *arguments: "")
+        monkeypatch.setattr(warmup, "FIXED_TOKENS", 12)
     engine = Engine(chosen)
     engine.runs_ahead = True
     engine.compile_and_capture(no_progress)

@@ -2,7 +2,6 @@
 `generate` answers to them.
 """
 
-import copy
 import hashlib
 import io
 from collections.abc import Callable, Mapping, Sequence
@@ -215,18 +214,8 @@ class SeeingModel:
 
     def generate(self, prompt: SeenPrompt, count: int) -> list[int]:
         """Greedy new ids of transformers."""
-        ids = torch.tensor([prompt.ids])
-        output = copy.deepcopy(self.model).generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=count,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            **self.inputs_of(prompt, ids),
-        )
-        new_ids: list[int] = output[0, len(prompt.ids) :].tolist()
-        return new_ids
+        inputs = self.inputs_of(prompt, torch.tensor([prompt.ids]))
+        return tiny_models.generate(self.model, prompt.ids, count, **inputs)
 
     def forward(self, prompt: SeenPrompt, ids: torch.Tensor) -> Any:
         """What transformers' forward returns for a prompt and more ids: int64 [1, tokens]."""

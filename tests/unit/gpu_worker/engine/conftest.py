@@ -14,11 +14,9 @@ from gpu_worker.engine.cpu import native
 from gpu_worker.engine.cuda.linear import fuse_linears
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import load, passes, warmup
-from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
 from tests.support.engine.fake_flashinfer.install import install
+from tests.support.engine.on_cuda import HOPPER, again
 from tests.support.engine.tiny_engine import engine_of
-
-HOPPER = 9
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -42,12 +40,6 @@ def library() -> ctypes.CDLL:
     return found
 
 
-def again(run: Callable[[], None]) -> Callable[[], None]:
-    """Captures by calling again."""
-    run()
-    return run
-
-
 @pytest.fixture
 def like_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
     """An engine on CPU made as one on CUDA is, but for the compiler."""
@@ -55,22 +47,17 @@ def like_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
         pytest.skip("where there is a GPU, the tests marked gpu try the real parts")
     from gpu_worker.engine.attention.flashinfer import FlashInferBackend
 
-    def made(
-        folder: Path,
-        deterministic: bool = False,
-        communicator: Communicator = SINGLE_RANK,
-        generation: int = HOPPER,
-    ) -> Engine:
+    def made(folder: Path, generation: int = HOPPER) -> Engine:
         def backend_of(geometry: Geometry, device: torch.device, *limits: int) -> FlashInferBackend:
             return FlashInferBackend(geometry, device, generation, *limits)
 
         monkeypatch.setattr(passes, "pack_linears", lambda model, blocks: fuse_linears(model))
         monkeypatch.setattr(load, "choose_backend", backend_of)
         monkeypatch.setattr(warmup, "FIXED_TOKENS", 12)
-        engine = engine_of(folder, block_size=16, communicator=communicator)
+        engine = engine_of(folder, block_size=16)
         engine.runs_ahead = True
         if engine.loaded.capturable:
-            engine.capture(again, 3, deterministic)
+            engine.capture(again, 3, False)
         return engine
 
     return made
