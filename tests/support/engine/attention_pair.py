@@ -68,8 +68,9 @@ class Pair:
 
     def check(self, outputs: list[torch.Tensor], what: Any) -> None:
         exact, found = outputs[0], outputs[1].float().cpu()
-        errors = {"rtol": self.relative, "atol": self.error}
-        torch.testing.assert_close(found, exact, **errors, msg=lambda text: f"{what}: {text}")
+        torch.testing.assert_close(
+            found, exact, rtol=self.relative, atol=self.error, msg=lambda text: f"{what}: {text}"
+        )
 
     def check_steps(self, sinks: torch.Tensor | None = None) -> list[Row]:
         """Prompts, rows that decode beside them, and rows that decode → the rows."""

@@ -25,7 +25,7 @@ from gpu_worker.protocol import AdapterAnswer, Command, StepResult
 from tests.support.engine import tiny_engine, tiny_models
 from tests.support.engine.batch_player import player
 from tests.support.engine.row_steps import plan
-from tests.support.engine.tiny_engine import NEW_TOKENS, SETTINGS, prompts
+from tests.support.engine.tiny_engine import NEW_TOKENS, SETTINGS, answers, prompts
 from tests.support.forks.client import ForkedProcess
 
 OVER = plan(-1, 0)
@@ -112,7 +112,7 @@ def check_ids(ranks: Communicator, family: tuple[str, dict[str, Any]], folder: P
     """
     model = tiny_models.save(folder, *family)
     fresh = dict(enumerate(prompts(model.config.get_text_config().vocab_size)))
-    expected = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in fresh.items()}
+    expected = answers(model, fresh)
     with Led(ranks, model_id=str(folder), **SETTINGS) as engine:
         assert engine.ready.world_size == ranks.world_size
         tiny_engine.check_ids(engine, expected, fresh)

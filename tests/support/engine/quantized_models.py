@@ -2,6 +2,7 @@
 with the numbers that these mean.
 """
 
+import copy
 import json
 import shutil
 from collections.abc import Callable
@@ -12,11 +13,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from gpu_worker.engine.cpu import native, packed_linear
 from gpu_worker.engine.cpu.packed_linear import multiplies_correctly
 from gpu_worker.engine.cuda.linear import fp8_linear, round_rows
+from gpu_worker.engine.quantization.checkpoint import ROUNDINGS, widen
 from tests.support.engine import tiny_models
 
 GROUP = 32
@@ -212,6 +215,16 @@ FORMATS: dict[str, tuple[Write, dict[str, Any]]] = {
     "bitsandbytes-4": (bnb4(False), BNB4),
     "bitsandbytes-4-nested": (bnb4(True), BNB4),
 }
+
+
+def rounded(model: Any, method: str) -> Any:
+    """A copy of a model with the numbers that its linear layers have after loading."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, child in model.named_modules():
+            if type(child) is nn.Linear and name != "lm_head":
+                child.weight.copy_(widen(ROUNDINGS[method](child.weight)))
+    return model
 
 
 def multiplies_blocks() -> bool:

@@ -11,7 +11,7 @@ from common.settings.settings import Settings
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
 from tests.support.engine.batch_player import Player, player
-from tests.support.engine.tiny_models import VOCAB
+from tests.support.engine.tiny_models import VOCAB, generate
 
 NEW_TOKENS, MANY_NEW_TOKENS = 16, 40
 """The many are for the slow tests."""
@@ -39,6 +39,12 @@ def engine_of(folder: Path, communicator: Communicator = SINGLE_RANK, **settings
 def prompts(vocab_size: int = VOCAB) -> list[list[int]]:
     torch.manual_seed(1)
     return [torch.randint(3, vocab_size, (length,)).tolist() for length in LENGTHS]
+
+
+def answers(model: Any, rows: Rows | None = None, new_tokens: int = NEW_TOKENS) -> dict[int, list[int]]:
+    """The ids of transformers' `generate` for rows, by default those of `prompts`."""
+    rows = rows or dict(enumerate(prompts()))
+    return {row: generate(model, [*ids], new_tokens) for row, ids in rows.items()}
 
 
 # --- ways to play rows --------------------------------------------------------------------------------------

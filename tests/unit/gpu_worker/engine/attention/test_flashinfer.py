@@ -111,11 +111,11 @@ def test_layers_have_heads_of_their_own_size(generation: int) -> None:
         positions[place] = row_slice.begin
         table[place, : len(row_slice.row.blocks)] = row_slice.row.blocks
     for layer in range(2):
-        given = pair.tokens(3, layer)
+        query, key, value = given = pair.tokens(3, layer)
         exact, _ = pair.attend(slices, given, None, layer)
         flash.plan_decode(positions, table)
         flash.prepare_decode(torch.from_numpy(positions), torch.from_numpy(table))
-        pair.check([exact, flash.attend(pair.modules[1][layer], *given, None)], "captured")
+        pair.check([exact, flash.attend(pair.modules[1][layer], query, key, value, None)], "captured")
 
 
 @pytest.mark.parametrize(("block_size", "heads"), [(16, 3), (5, 19)])

@@ -22,7 +22,7 @@ from tests.support.engine import on_cuda, tiny_models
 from tests.support.engine.batch_player import player
 from tests.support.engine.fake_flashinfer.install import install
 from tests.support.engine.on_cuda import noted
-from tests.support.engine.tiny_engine import NEW_TOKENS, check_ids, engine_of, play, prompts
+from tests.support.engine.tiny_engine import NEW_TOKENS, answers, check_ids, engine_of, play, prompts
 from tests.support.engine.tiny_models import FAMILIES
 from tests.support.parameters.slow_but import slow_but
 
@@ -45,7 +45,7 @@ def test_ids_are_those_of_generate(
 ) -> None:
     """Steps of one to three rows that decode come from graphs, one of which is never full; others do not."""
     model = tiny_models.save(tmp_path, *FAMILIES[family])
-    expected = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
+    expected = answers(model)
     engine = like_cuda(tmp_path, generation=generation)
     assert engine.graphs
     check_ids(engine, expected)
@@ -60,7 +60,7 @@ def test_steps_of_few_tokens_come_from_graphs(tmp_path: Path, like_cuda: Callabl
     for key, run in graphs.items():
         graphs[key] = lambda run=run, key=key: (seen.append(key[0]), run())  # type: ignore[assignment,misc,func-returns-value]
     some = dict(enumerate(prompts()[:2]))
-    expected = {row: tiny_models.generate(model, ids, NEW_TOKENS) for row, ids in some.items()}
+    expected = answers(model, some)
     assert play(engine, some) == expected
     sizes = [size for size, variant in graphs if variant == PLAIN]
     assert sizes == [1, 2, 3, 6, 12, 24, 48, 96, 160, 224, 288, 304]
@@ -145,7 +145,7 @@ def test_a_long_row_is_split_in_a_graph_of_its_own(
         graphs.graphs[size, variant] = note(variant, size, run)
     for some in ([0, 1], [1, 2]):
         rows = {row: fresh[row] for row in some}
-        expected = {row: tiny_models.generate(model, ids, NEW_TOKENS) for row, ids in rows.items()}
+        expected = answers(model, rows)
         assert play(engine, rows) == expected
     decoded = [step for step in seen if step[1] == 2]  # the others computed prompts
     assert decoded == [(SPLIT, 2)] * (NEW_TOKENS - 1) + [(PLAIN, 2)] * (NEW_TOKENS - 1)

@@ -46,9 +46,7 @@ OTHER = LLAMA | {"num_hidden_layers": 1, "num_key_value_heads": 1, "hidden_size"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    model = tiny_models.save(folder, *FAMILIES["Llama"])
-    expected = [tiny_models.generate(model, prompt, NEW_TOKENS) for prompt in prompts()]
-    (folder / "expected.json").write_text(json.dumps(expected))
+    tiny_models.save(folder, *FAMILIES["Llama"])
     return folder
 
 

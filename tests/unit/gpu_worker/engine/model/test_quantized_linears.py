@@ -29,7 +29,6 @@ from gpu_worker.engine.parallel.stages import make_tp_plan
 from gpu_worker.engine.quantization.blocks import Blocks
 from tests.support.engine import fake_products, quantized_models, tiny_models
 from tests.support.engine.quantized_models import FORMATS, multiplies_floats
-from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, play
 
 NEEDS_PRODUCTS = pytest.mark.skipif(
     not multiplies_floats(),
@@ -50,19 +49,6 @@ def with_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def linears_of(model: nn.Module, kind: type[nn.Module]) -> dict[str, Any]:
     return {name: child for name, child in model.named_modules() if type(child) is kind}
-
-
-def test_plain_weights_are_rounded_at_load(tmp_path: Path) -> None:
-    reference = tiny_models.save(tmp_path, *tiny_models.FAMILIES["Mixtral"])
-    plain = {row: tiny_models.generate(reference, ids, NEW_TOKENS) for row, ids in ROWS.items()}
-    with torch.no_grad():
-        for name, linear in linears_of(reference, nn.Linear).items():
-            if "proj" in name:
-                values, scales = round_rows(linear.weight)
-                linear.weight.copy_(values.float() * scales)
-    engine = engine_of(tmp_path, quantize="fp8")
-    expected = {row: tiny_models.generate(reference, ids, NEW_TOKENS) for row, ids in ROWS.items()}
-    assert play(engine, ROWS) == expected != plain
 
 
 @NEEDS_PRODUCTS

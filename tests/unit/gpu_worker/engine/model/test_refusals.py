@@ -113,6 +113,20 @@ QUANTISED: list[tuple[dict[str, Any], str]] = [
     ({"bits": 4}, r"is quantised \(method not named\)"),
     ({"quant_method": "exl2", "bits": 4.65}, r"is quantised \(exl2\): ExLlamaV2's layout .* is not read"),
 ]
+PLAIN = "this checkpoint's weights are plain; "
+OTHERS: list[tuple[dict[str, Any] | None, str, str]] = [
+    (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+        "bitsandbytes-fp4",
+        r"weights are loaded as the checkpoint has them \(bitsandbytes-nf4\)$",
+    ),
+    (None, "gptq", f"{PLAIN}`tokenfleet quantize MODEL OUT` makes such a checkpoint$"),
+    (
+        None,
+        "hqq",
+        f"{PLAIN}fp8, bitsandbytes, bitsandbytes-nf4, bitsandbytes-fp4, eetq are made of such at load$",
+    ),
+]
 DAMAGES: list[tuple[Callable[[bytes], bytes], str]] = [
     (lambda data: data[:-7], "file not fully covered"),
     (lambda data: data + b"0", "file not fully covered"),
@@ -169,6 +183,15 @@ REFUSED = [
         change=tensors(mlp__up_proj__weight=lambda weight: weight.to(torch.float8_e4m3fn)),
     ),
     *(Refused(DAMAGED + fault, change=content(damage)) for damage, fault in DAMAGES),
+    *(
+        Refused(
+            f"^QUANTIZE: {asked} is not served: {why}",
+            setting="quantize",
+            settings={"quantize": asked},
+            config={"quantization_config": own} if own else {},
+        )
+        for own, asked, why in OTHERS
+    ),
     Refused(r"has no whole set of \.safetensors files .*LOAD_FORMAT=dummy", change=pickled),
     Refused(
         "dummy makes plain weights, but .* is quantised",

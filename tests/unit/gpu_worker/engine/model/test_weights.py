@@ -18,14 +18,13 @@ import torch
 import transformers
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, GgufConfig
 
 from common import model_files
 from common.gguf_check import check_gguf
 from common.process import machine
 from common.rank import RankInfo
 from common.settings.settings import SettingError, Settings
-from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model.load import threads_of
 from gpu_worker.engine.model.model import SleepingModel, unique_storages
 from gpu_worker.engine.model.weights import check_quantize, meta_model
@@ -35,7 +34,7 @@ from gpu_worker.engine.parallel.tensor_parallel import equalize_replicas
 from gpu_worker.engine.quantization import gguf as convert
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import player
-from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, play, prompts
+from tests.support.engine.tiny_engine import answers, engine_of, play, prompts
 from tests.support.engine.tiny_models import FAMILIES, save
 from tests.support.gguf.tiny_gguf import TYPES, damage, write
 
@@ -43,25 +42,9 @@ FEW_TOKENS = 12
 PROMPTS = ([5, 6, 7], list(range(3, 40)))
 
 
-def ids_of(engine: Engine) -> list[list[int]]:
-    return [*play(engine, dict(enumerate(PROMPTS)), new_tokens=FEW_TOKENS).values()]
-
-
 def configure(folder: Path, **values: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
-@pytest.mark.parametrize("kind", [None, "dynamic"])
-def test_rope_scaling_serves_longer_prompts(kind: str | None, tmp_path: Path) -> None:
-    """One prompt is longer than the model was trained for."""
-    tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA | {"max_position_embeddings": 32})
-    engine = engine_of(tmp_path, rope_scaling=kind, rope_factor=2.0)
-    config: LlamaConfig = AutoConfig.from_pretrained(tmp_path)
-    config.rope_parameters |= {"rope_type": kind or "linear", "factor": 2.0}  # type: ignore[operator]
-    reference = AutoModelForCausalLM.from_pretrained(tmp_path, config=config, dtype=torch.float32)
-    assert engine.ready.context == 2 * config.max_position_embeddings
-    assert ids_of(engine) == [tiny_models.generate(reference, prompt, FEW_TOKENS) for prompt in PROMPTS]
 
 
 def test_code_of_a_checkpoint_runs_only_when_trusted(tmp_path: Path) -> None:
@@ -136,29 +119,6 @@ INT8 = {"quant_method": "bitsandbytes", "load_in_8bit": True}
 )
 def test_the_checkpoints_own_method_is_served(quantization: dict[str, Any] | None, asked: str | None) -> None:
     check_quantize(quantization, Settings.read([], {"QUANTIZE": asked} if asked else {}))
-
-
-@pytest.mark.parametrize(
-    ("quantization", "asked", "cause"),
-    [
-        (NF4, "bitsandbytes-fp4", "weights are loaded as the checkpoint has them (bitsandbytes-nf4)"),
-        (
-            None,
-            "gptq",
-            "this checkpoint's weights are plain; `tokenfleet quantize MODEL OUT` makes such a checkpoint",
-        ),
-        (
-            None,
-            "hqq",
-            "this checkpoint's weights are plain; fp8, bitsandbytes, bitsandbytes-nf4, bitsandbytes-fp4, "
-            "eetq are made of such at load",
-        ),
-    ],
-)
-def test_another_method_is_refused(quantization: dict[str, Any] | None, asked: str, cause: str) -> None:
-    with pytest.raises(SettingError) as refusal:
-        check_quantize(quantization, Settings.read([], {"QUANTIZE": asked}))
-    assert str(refusal.value) == f"QUANTIZE: {asked} is not served: {cause}"
 
 
 @pytest.mark.parametrize(
@@ -245,7 +205,7 @@ def test_plain_weights_keep_their_type_and_give_the_ids_of_transformers(kind: TY
     with safe_open(folder / "model.safetensors", "pt") as file:
         assert {str(file.get_tensor(name).dtype) for name in file.keys()} == {f"torch.float{kind.name[1:]}"}  # noqa: SIM118
     model = load_with_transformers(source)
-    expected = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
+    expected = answers(model)
     assert play(engine_of(folder), dict(enumerate(prompts()))) == expected
 
 
@@ -255,7 +215,7 @@ def test_quantised_weights_are_exact_in_float32(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     source = write(tmp_path / "tiny.gguf", TYPES.Q8_0, TYPES.F16, TYPES.Q4_0)
     model = load_with_transformers(source)
-    expected = {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
+    expected = answers(model)
     assert play(engine_of(source), dict(enumerate(prompts()))) == expected
     monkeypatch.setattr(machine, "has_bfloat16", lambda: False)
     assert play(engine_of(source, dtype="auto"), dict(enumerate(prompts()))) == expected, "float32, too"

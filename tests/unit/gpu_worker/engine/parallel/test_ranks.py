@@ -37,7 +37,6 @@ from gpu_worker.engine.parallel.stages import (
     ModelStage,
     checked_layers,
     make_tp_plan,
-    split_heads,
     split_layers,
 )
 from gpu_worker.protocol import AdapterAnswer, SetAdapter, UnservableModel
@@ -55,7 +54,7 @@ from tests.support.engine.multi_rank_engine import Led, check_ids
 from tests.support.engine.pictures.seeing import SETTINGS as SEEING_SETTINGS
 from tests.support.engine.pictures.seeing import Seeing
 from tests.support.engine.quantized_models import FORMATS, keeps_blocks
-from tests.support.engine.tiny_engine import NEW_TOKENS, SETTINGS, engine_of, play, prompts
+from tests.support.engine.tiny_engine import NEW_TOKENS, SETTINGS, answers, engine_of, play, prompts
 from tests.support.engine.tiny_models import FAMILIES, HYBRIDS, LLAMA, SEEING, VOCAB
 from tests.support.machine.ports import free_port
 from tests.support.parameters.slow_but import slow_but
@@ -385,7 +384,7 @@ def test_quantised_weights(ranks: Communicator, form: str, tmp_path: Path) -> No
     """Ids are those of `generate`; in bfloat16 blocks have the bits of plain weights."""
     reference = quantized_models.save(tmp_path, *FORMATS[form])
     rows = {0: [5, 6, 7], 1: list(range(3, 40))}
-    expected = {row: tiny_models.generate(reference, prompt, NEW_TOKENS) for row, prompt in rows.items()}
+    expected = answers(reference, rows)
     with Led(ranks, **settings_of(tmp_path)) as engine:
         assert play(engine, rows) == expected
     if form != "awq":
@@ -568,23 +567,6 @@ def test_ranks_share_the_heads_of_latent_attention(family: str) -> None:
         "kv_b_proj.weight": (0, [(0, 56), (56, 112)]),
         "o_proj.weight": (1, [(0, 24), (24, 48)]),
     }
-
-
-@pytest.mark.parametrize(
-    ("query_heads", "kv_heads", "world_size", "queries", "kept"),
-    [
-        (8, 8, 2, [(0, 4), (4, 8)], [(0, 4), (4, 8)]),
-        (9, 3, 2, [(0, 3), (3, 9)], [(0, 1), (1, 3)]),
-        (4, 2, 4, [(0, 1), (1, 2), (2, 3), (3, 4)], [(0, 1), (0, 1), (1, 2), (1, 2)]),
-        (14, 2, 4, [(0, 3), (3, 7), (7, 10), (10, 14)], [(0, 1), (0, 1), (1, 2), (1, 2)]),
-        (4, 2, 3, [(0, 1), (1, 2), (2, 4)], [(0, 1), (0, 1), (1, 2)]),
-        (8, 1, 3, [(0, 2), (2, 5), (5, 8)], [(0, 1), (0, 1), (0, 1)]),
-    ],
-)
-def test_heads_are_split_by_groups(
-    query_heads: int, kv_heads: int, world_size: int, queries: Any, kept: Any
-) -> None:
-    assert split_heads(query_heads, kv_heads, world_size) == (queries, kept)
 
 
 @pytest.mark.parametrize(

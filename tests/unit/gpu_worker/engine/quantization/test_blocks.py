@@ -2,8 +2,8 @@
 numbers in blocks, in parts and plain.
 """
 
-import copy
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,13 @@ from gpu_worker.engine.quantization.checkpoint import (
 )
 from gpu_worker.engine.quantization.gguf import UNPACKED, unpack
 from tests.support.engine import quantized_models, tiny_models
-from tests.support.engine.quantized_models import keep_blocks_only, keeps_blocks, mean, multiplies_blocks
-from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, play, prompts
+from tests.support.engine.quantized_models import FORMATS, keep_blocks_only, mean, multiplies_blocks, rounded
+from tests.support.engine.tiny_engine import engine_of, play, prompts
 from tests.support.gguf.tiny_gguf import LAYERS, MATRICES, TYPES, write
 from tests.support.parameters.slow_but import slow_but
 
 INPUTS = 384
+GGUF_TYPES = (TYPES.Q4_1, TYPES.Q8_0, TYPES.Q4_0, TYPES.Q5_1)
 
 
 def make(bits: int, size: int) -> tuple[Blocks | torch.Tensor, torch.Tensor]:
@@ -86,7 +87,7 @@ pytestmark = pytest.mark.usefixtures("library")
 def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of types of 4 and 8 bits, with and without offsets."""
     folder = tmp_path_factory.mktemp("gguf")
-    source = write(folder / "tiny.gguf", TYPES.Q4_1, TYPES.Q8_0, TYPES.Q4_0, TYPES.Q5_1)
+    source = write(folder / "tiny.gguf", *GGUF_TYPES)
     converted: Path = folder / request.param
     convert.convert(source, converted, request.param)
     return converted
@@ -101,28 +102,6 @@ def test_every_layer_has_the_blocks_of_its_weights(converted: Path) -> None:
         assert stored.get_shape() == [*plain[name].shape]
         bits.append(blocks.bits)
     assert len(bits) == LAYERS * len(MATRICES) + 1 and {*bits} == {4, 8}
-
-
-def test_the_ids_are_those_of_widened_weights(
-    converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keep_blocks_only(monkeypatch)
-    if not (library := native.library()) or not library.tf_multiplies(native.TYPE_CODES[torch.bfloat16]):
-        pytest.skip("torch's products are used on this processor")
-    widened = tmp_path / "widened"
-    shutil.copytree(converted, widened)
-    shutil.rmtree(widened / BLOCKS_FOLDER)
-    engines = [engine_of(folder, dtype=converted.name) for folder in (converted, widened)]
-    found = [
-        sum(
-            isinstance(child, NativeLinear) and child.blocks is not None
-            for child in engine.loaded.model.modules()
-        )
-        for engine in engines
-    ]
-    assert found == [LAYERS * len(MATRICES) + 1, 0]
-    ids, expected = (play(engine, dict(enumerate(prompts()))) for engine in engines)
-    assert ids == expected
 
 
 FILE_ROWS, FILE_INPUTS = 6, 768
@@ -151,47 +130,67 @@ def test_a_type_is_unpacked_to_the_weights_that_it_means(name: str) -> None:
     assert torch.equal(Blocks(*unpack(name, data)).widen(), expected.bfloat16())
 
 
-ROWS = {0: [5, 6, 7], 1: list(range(3, 40))}
+# --- whole models -------------------------------------------------------------------------------------------
+
+Folders = tuple[Path, Path]
+"""Of a model in blocks, and of one with plain weights of the same numbers."""
 
 
-def rounded(model: Any, method: str) -> Any:
-    """A copy of a model with the numbers that its linear layers have after loading."""
-    model = copy.deepcopy(model)
-    with torch.no_grad():
-        for name, child in model.named_modules():
-            if type(child) is nn.Linear and name != "lm_head":
-                child.weight.copy_(widen(ROUNDINGS[method](child.weight)))
-    return model
+def of_checkpoint(form: str) -> Callable[[Path], Folders]:
+    def save(folder: Path) -> Folders:
+        quantized_models.save(folder, *FORMATS[form])
+        return folder, folder / "plain"
+
+    return save
 
 
-@pytest.mark.parametrize("method", ["bitsandbytes-fp4", "eetq"])
-def test_ids_are_those_of_the_rounded_numbers(method: str, tmp_path: Path) -> None:
-    plain = tiny_models.save(tmp_path, *tiny_models.FAMILIES["Llama-tied"])
-    expected = {
-        row: tiny_models.generate(rounded(plain, method), ids, NEW_TOKENS) for row, ids in ROWS.items()
-    }
-    assert play(engine_of(tmp_path, quantize=method), ROWS) == expected
-    assert expected != {row: tiny_models.generate(plain, ids, NEW_TOKENS) for row, ids in ROWS.items()}
+def at_load(method: str) -> Callable[[Path], Folders]:
+    def save(folder: Path) -> Folders:
+        plain, other = folder / "plain", folder / "rounded"
+        tiny_models.save(plain, *tiny_models.FAMILIES["Llama"])
+        model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
+        rounded(model, method).save_pretrained(other)
+        shutil.copy(plain / "tokenizer.json", other)
+        return plain, other
+
+    return save
 
 
-@pytest.mark.parametrize("method", slow_but(["bitsandbytes-nf4"], ROUNDINGS))
-def test_blocks_have_the_bits_of_the_rounded_numbers(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def of_gguf(dtype: str) -> Callable[[Path], Folders]:
+    def save(folder: Path) -> Folders:
+        source = write(folder / "tiny.gguf", *GGUF_TYPES)
+        convert.convert(source, folder / "own", dtype)
+        shutil.copytree(folder / "own", folder / "widened", ignore=shutil.ignore_patterns(BLOCKS_FOLDER))
+        return folder / "own", folder / "widened"
+
+    return save
+
+
+SAVED: dict[str, tuple[Callable[[Path], Folders], dict[str, Any]]] = {
+    **{form: (of_checkpoint(form), {}) for form in ("gptq", "awq", "w8a8-int8")},
+    **{method: (at_load(method), {"quantize": method}) for method in ROUNDINGS},
+    **{f"gguf {dtype}": (of_gguf(dtype), {}) for dtype in ("bfloat16", "float32")},
+}
+
+
+@pytest.mark.parametrize(
+    "name", slow_but(["awq", "bitsandbytes-nf4", "gguf bfloat16", "gguf float32"], SAVED)
+)
+def test_blocks_have_the_bits_of_plain_weights(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bfloat16, with no plain weights beside the blocks."""
-    quantized_models.keep_blocks_only(monkeypatch)
-    tiny_models.save(tmp_path / "plain", *tiny_models.FAMILIES["Llama"])
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.bfloat16)
-    rounded(model, method).save_pretrained(tmp_path / "rounded")
-    (tmp_path / "rounded" / "tokenizer.json").write_bytes(
-        (tmp_path / "plain" / "tokenizer.json").read_bytes()
-    )
-    found = []
-    for folder, asked in (("plain", method), ("rounded", None)):
-        engine = engine_of(tmp_path / folder, quantize=asked, dtype="bfloat16")
-        found.append(play(engine, ROWS))
-        layer = engine.loaded.model.model.layers[0]
-        linears = (layer.self_attn.q_proj, layer.mlp.down_proj)
-        are_kept = asked not in (None, "fp8")  # which are multiplied on CUDA alone
-        assert not keeps_blocks() or all((it.blocks is not None) is are_kept for it in linears)
-    assert found[0] == found[1]
+    """With no plain weights beside the blocks."""
+    keep_blocks_only(monkeypatch)
+    (save, settings), dtype = SAVED[name], "float32" if "float32" in name else "bfloat16"
+    own, plain = save(tmp_path)
+    engines = engine_of(own, dtype=dtype, **settings), engine_of(plain, dtype=dtype)
+    ids, expected = (play(engine, dict(enumerate(prompts()))) for engine in engines)
+    assert ids == expected
+    if not multiplies_blocks():
+        pytest.skip("weights are widened on this processor")
+    found = [
+        sum(isinstance(one, NativeLinear) and one.blocks is not None for one in engine.loaded.model.modules())
+        for engine in engines
+    ]
+    num_layers = LAYERS * len(MATRICES) + 1 if "gguf" in name else 21
+    assert found == [0 if name == "fp8" else num_layers, 0], "8-bit floats are multiplied on CUDA alone"

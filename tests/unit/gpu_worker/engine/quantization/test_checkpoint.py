@@ -12,47 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from gpu_worker.engine.quantization.checkpoint import find_packed, read_tensors, refuse_compressed
 from gpu_worker.protocol import UnservableModel
-from tests.support.engine import quantized_models, tiny_models
-from tests.support.engine.quantized_models import FORMATS, keep_blocks_only, multiplies_blocks
-from tests.support.engine.tiny_engine import NEW_TOKENS, engine_of, play
-from tests.support.parameters.slow_but import slow_but
-
-IN_BLOCKS = ("gptq", "awq", "w8a8-int8")
-QUICK = ("gptq-desc_act", "fp8-blocks", "bitsandbytes-4-nested")
-PROMPTS = ([5, 6, 7], list(range(3, 40)))
-
-
-EXPERTS = ("gptq", "Mixtral")
-"""Each expert has a matrix of its own in the checkpoint, and all are one parameter of the model."""
-
-
-@pytest.mark.parametrize(
-    ("form", "family"),
-    slow_but(
-        [*((form, "Llama") for form in QUICK), EXPERTS], [*((form, "Llama") for form in FORMATS), EXPERTS]
-    ),
-)
-def test_ids_are_those_of_the_numbers_that_a_checkpoint_means(form: str, family: str, tmp_path: Path) -> None:
-    reference = quantized_models.save(tmp_path, *FORMATS[form], family)
-    expected = [tiny_models.generate(reference, prompt, NEW_TOKENS) for prompt in PROMPTS]
-    ids = play(engine_of(tmp_path), dict(enumerate(PROMPTS)))
-    assert list(ids.values()) == expected
-
-
-@pytest.mark.parametrize("form", slow_but(["awq"], IN_BLOCKS))
-def test_integers_are_multiplied_in_blocks_with_the_bits_of_plain_weights(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keep_blocks_only(monkeypatch)
-    quantized_models.save(tmp_path, *FORMATS[form])
-    own, plain = (engine_of(folder, dtype="bfloat16") for folder in (tmp_path, tmp_path / "plain"))
-    rows = dict(enumerate(PROMPTS))
-    assert play(own, rows) == play(plain, rows)
-    if not multiplies_blocks():
-        pytest.skip("weights are widened on this processor")
-    layers = own.loaded.model.model.layers
-    assert all(layer.mlp.down_proj.blocks and layer.self_attn.q_proj.blocks for layer in layers)
-    assert not plain.loaded.model.model.layers[0].mlp.down_proj.blocks
+from tests.support.engine import quantized_models
+from tests.support.engine.quantized_models import FORMATS
 
 
 def test_blocks_of_several_sizes_are_refused() -> None:

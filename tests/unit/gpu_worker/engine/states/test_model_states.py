@@ -1,6 +1,5 @@
-"""States of rows in a pool of slots, counted, given and copied; snapshots from which later rows go on.
-Models with states: the ids of transformers' generate, or a refusal; their scans and updates are
-transformers'.
+"""States of rows in a pool of slots, counted, given and copied; snapshots from which later rows go on. Mixers
+that keep states, or are refused; their scans are transformers'.
 """
 
 import logging
@@ -32,7 +31,7 @@ from gpu_worker.protocol import AdapterAnswer, SetAdapter, UnservableModel
 from tests.support.adapters.tiny_adapters import check_adapters, load_adapters, save_adapter
 from tests.support.engine import reference, tiny_models
 from tests.support.engine.batch_player import Player, player
-from tests.support.engine.tiny_engine import MANY_NEW_TOKENS, NEW_TOKENS, check_ids, engine_of, play, prompts
+from tests.support.engine.tiny_engine import NEW_TOKENS, answers, engine_of, play, prompts
 from tests.support.engine.tiny_models import HYBRIDS
 from tests.support.parameters.slow_but import slow_but
 
@@ -40,14 +39,10 @@ SETTINGS: dict[str, Any] = {"dtype": "float32", "max_batch_prefill_tokens": 64, 
 Ids = dict[int, list[int]]
 
 
-def generated(model: Any) -> Ids:
-    return {row: tiny_models.generate(model, prompt, NEW_TOKENS) for row, prompt in enumerate(prompts())}
-
-
 @pytest.fixture(scope="module")
 def granite(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ids]:
     folder = tmp_path_factory.mktemp("granite")
-    return folder, generated(tiny_models.save(folder, *HYBRIDS["Granite4"]))
+    return folder, answers(tiny_models.save(folder, *HYBRIDS["Granite4"]))
 
 
 @pytest.fixture(scope="module")
@@ -226,25 +221,6 @@ def test_rows_beside_each_other_start_from_one_snapshot(served: tuple[Any, Engin
 
 
 # --- mixers -------------------------------------------------------------------------------------------------
-
-QUICK = ("LFM2", "Mamba2")
-UNPADDED = ("Nemotron-H", "Zamba2")
-"""Their scans have a shortest step, so states decay at padding, too."""
-CASES = [
-    *((name, NEW_TOKENS) for name in QUICK),
-    *(pytest.param(name, MANY_NEW_TOKENS, marks=pytest.mark.slow) for name in HYBRIDS),
-]
-
-
-@pytest.mark.parametrize(("family", "new_tokens"), CASES)
-def test_ids_are_those_of_generate(family: str, new_tokens: int, tmp_path: Path) -> None:
-    """Alone, batched, in chunks of 7, resumed. Blocks of 8 tokens have no names, so none is shared."""
-    model = tiny_models.save(tmp_path, *HYBRIDS[family])
-    expected = {row: tiny_models.generate(model, prompt, new_tokens) for row, prompt in enumerate(prompts())}
-    engine = engine_of(tmp_path)
-    assert not engine.ready.prefix_caching and engine.ready.max_rows > 0
-    assert engine.loaded.states.packs is (family not in UNPADDED)
-    check_ids(engine, expected)
 
 
 class Forgetful(nn.Module):
