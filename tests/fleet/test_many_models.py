@@ -11,6 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from deploy.launcher.embedded_broker import Broker
 from tests.support.chaos.engine import WAKE_MS
@@ -34,7 +36,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, 
         config_name, sizes = tiny_models.FAMILIES[family]
         folder = tmp_path_factory.mktemp(name)
         tiny_models.save_with_tokenizer(folder, config_name, sizes | VOCAB)
-        model = tiny_models.save(tmp_path_factory.mktemp(f"{name}-again"), config_name, sizes | VOCAB)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         found[name] = folder, tiny_models.generate(model, PROMPT, NUM_NEW)
     return found
 

@@ -31,12 +31,6 @@ from tests.support.prompts import FEW, PROMPTS
 FLASH = ["Llama", *(name for name in FLASH_FAMILIES if name != "Llama")]
 
 
-def check_float32(device: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_models.save(tmp_path, *FAMILIES[family])
-    expected = answers(model)
-    check_ids(engine_on(device, tmp_path, monkeypatch, dtype="float32"), expected)
-
-
 @ON_GPUS
 @pytest.mark.parametrize(
     "family", ["Llama-dynamic", "Mistral", "Gemma2", "Qwen3-MoE", "GPT2", "DeepSeek-V3", "gpt-oss"]
@@ -44,7 +38,9 @@ def check_float32(device: str, family: str, tmp_path: Path, monkeypatch: pytest.
 def test_float32_of_other_families_gives_the_ids_of_generate(
     device: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_float32(device, family, tmp_path, monkeypatch)
+    model = tiny_models.save(tmp_path, *FAMILIES[family])
+    expected = answers(model)
+    check_ids(engine_on(device, tmp_path, monkeypatch, dtype="float32"), expected)
 
 
 def check_in_every_way(engine: Engine, model: Any, fresh: dict[int, list[int]]) -> None:

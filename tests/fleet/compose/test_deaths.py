@@ -63,7 +63,7 @@ async def test_the_stack_starts_cold_survives_deaths_scales_and_drains(stack: St
     assert not stack.odd_log_lines(*OURS)
     await disturb("SIGTERM to all containers at once, as at a shutdown", stack.stop_all, 3)
     await asyncio.to_thread(stack.must, "up", "-d", "--no-build", "--wait", *SERVICES)
-    await job_and_down(stack, clients, disturb)
+    await job_and_down(stack, disturb)
     again_s = await asyncio.to_thread(stack.must, "up", "-d", "--no-build", "--wait", *SERVICES)
     print(f"up --wait again: {again_s:.0f} s")
     await wait_until(lambda: stack.redis("GET", "tf:{default}:result:long"), SETTLED_S)
@@ -128,9 +128,7 @@ async def roll_gateways(stack: Stack, clients: Clients) -> int:
     return num_answered
 
 
-async def job_and_down(
-    stack: Stack, clients: Clients, disturb: Callable[[str, Callable[[], object]], Awaitable[None]]
-) -> None:
+async def job_and_down(stack: Stack, disturb: Callable[[str, Callable[[], object]], Awaitable[None]]) -> None:
     """Run `down` while streams and a job run: the streams are finished, the volumes kept."""
     took_s: list[float] = []
 

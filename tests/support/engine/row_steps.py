@@ -73,9 +73,9 @@ def start(
     return start_row(row, range(num_ids), end, base, blocks, **params)
 
 
-def rows_with(*starts: NewRow, until: int = 1000, prefill_tokens: int = 1000) -> Rows:
+def rows_with(*starts: NewRow, prefill_tokens: int = 1000) -> Rows:
     rows = Rows(BLOCK, [EOS])
-    rows.apply(plan(until, prefill_tokens, list(starts)))
+    rows.apply(plan(1000, prefill_tokens, list(starts)))
     return rows
 
 

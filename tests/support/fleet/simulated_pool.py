@@ -296,10 +296,10 @@ def sharing_request(
     return Sequence(generate, f"1000-{entry}", 10**9)
 
 
-def make_replica(num_blocks: int = 10, max_batch_size: int = 4, horizon: int = 32) -> Replica:
+def make_replica(num_blocks: int = 10, max_batch_size: int = 4) -> Replica:
     """Make what the scheduler knows of a worker, without one."""
     capacity = WorkerCapacity("w1", "w0", "m", "float32", BLOCK_SIZE, num_blocks, 64, 4096)
-    return Replica(capacity, WorkerLimits(max_batch_size, horizon))
+    return Replica(capacity, WorkerLimits(max_batch_size, 32))
 
 
 def make_sequence(num_prompt: int, max_new_tokens: int = 100) -> Sequence:

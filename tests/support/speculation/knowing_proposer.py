@@ -51,18 +51,20 @@ class KnowingProposer(Proposer):
 
 
 class KnowingProposers:
-    """Makes one for each row. `answers`: what follows a prompt; `steps`: as of the proposers, of all rows."""
+    """Makes one for each row, of up to `num_speculated` tokens at a time. `answers`: what follows a prompt;
+    `steps`: as of the proposers, of all rows.
+    """
+
+    num_speculated = 4
 
     def __init__(
         self,
         answers: Mapping[tuple[int, ...], Sequence[int]],
         wrong: float,
-        num_speculated: int = 4,
         is_sure: bool = False,
     ) -> None:
         self.answers = answers
         self.wrong = wrong
-        self.num_speculated = num_speculated
         self.is_sure = is_sure
         self.steps: list[int] = []
 

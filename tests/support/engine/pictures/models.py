@@ -236,11 +236,11 @@ def opened(data: bytes) -> Image.Image:
     return Image.open(io.BytesIO(data)).convert("RGB")
 
 
-def picture(seed: int, height: int = 40, width: int = 60, kind: str = "PNG") -> bytes:
+def picture(seed: int, height: int = 40, width: int = 60) -> bytes:
     """A picture of large coloured squares."""
     colours = np.random.default_rng(seed).integers(0, 255, (4, 4, 3), dtype=np.uint8)
     file = io.BytesIO()
-    Image.fromarray(colours).resize((width, height), Image.Resampling.NEAREST).save(file, kind)
+    Image.fromarray(colours).resize((width, height), Image.Resampling.NEAREST).save(file, "PNG")
     return file.getvalue()
 
 

@@ -133,10 +133,10 @@ def decode_only_message(agent: Agent) -> Events:
     return decode(Events, message)
 
 
-async def run_steps(agent: Agent, begin: int, end: int, row: int = 1) -> None:
+async def run_steps(agent: Agent, begin: int, end: int) -> None:
     """Steps and flushes in which the row's token at each index is that index."""
     for index in range(begin, end):
-        step(agent, {row: (index, index)})
+        step(agent, {1: (index, index)})
         await agent.flusher.flush()
 
 

@@ -15,14 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from gpu_worker.engine.attention.backend import FLOATS8, AttentionSpec, Geometry, KVCache, LayerSpec, raw
 from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
 from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.row import Row
 from gpu_worker.engine.cpu import native
-from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model.warmup import scale_layers
 from tests.support.engine import tiny_models
 from tests.support.engine.attention_pair import Pair
@@ -55,87 +54,49 @@ class QuantizedCache(DynamicCache):
         return (numbers / scale).clamp(-largest, largest).to(self.dtype).float() * scale
 
 
-@torch.inference_mode()
-def quantized_ids(
-    folder: Path, prompt: list[int], count: int, dtype: torch.dtype, scales: Scales
-) -> tuple[list[int], torch.Tensor]:
-    """Greedy, float32 → so many new ids, and the logits [vocabulary] of the first."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    cache, ids, found = QuantizedCache(model.config, dtype, scales), prompt, []
-    first = None
-    for _ in range(count):
-        logits = model(torch.tensor([ids]), past_key_values=cache).logits[0, -1]
-        first = logits if first is None else first
-        ids = [int(logits.argmax())]
-        found += ids
-    assert first is not None
-    return found, first
-
-
 SCALES = {0: (0.03, 0.002), 2: (1.5, 4.0)}
 """Of some layers: K and V that are saturated, and such as lie among the smallest numbers."""
 
 
-def engine_with_cache(folder: Path, kv_cache_dtype: str, block_size: int = 16, **settings: Any) -> Engine:
-    chosen: dict[str, Any] = {
-        "kv_cache_bytes": 2**20,
-        "block_size": block_size,
-        "kv_cache_dtype": kv_cache_dtype,
-    }
-    return engine_of(folder, **chosen | settings)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama, with scales in some of its layers."""
-    path = tmp_path_factory.mktemp("scaled")
-    tiny_models.save(path, *FAMILIES["Llama"])
-    rewrite(
-        path, {number: (torch.tensor(key), torch.tensor([value])) for number, (key, value) in SCALES.items()}
-    )
-    return path
-
-
-def rewrite(folder: Path, scales: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Scales as compressed-tensors writes them."""
-    file = folder / "model.safetensors"
+def save_scaled(folder: Path, family: str, scales: Scales) -> Any:
+    """Write a tiny model with scales as compressed-tensors writes them → transformers' own."""
+    model, file = tiny_models.save(folder, *FAMILIES[family]), folder / "model.safetensors"
     tensors = load_file(file)
     for number, (key, value) in scales.items():
         attention = f"model.layers.{number}.self_attn"
-        tensors |= {f"{attention}.k_scale": key, f"{attention}.v_scale": value}
+        tensors |= {f"{attention}.k_scale": torch.tensor(key), f"{attention}.v_scale": torch.tensor([value])}
     save_file(tensors, file, {"format": "pt"})
+    return model
 
 
-@pytest.mark.parametrize("kv_cache_dtype", FLOATS8)
-def test_ids_are_those_of_a_plain_implementation(folder: Path, kv_cache_dtype: str) -> None:
-    """With blocks of another size, too."""
-    rows = dict(enumerate(prompts()))
-    dtype = FLOATS8[kv_cache_dtype]
-    expected = {row: quantized_ids(folder, ids, NEW_TOKENS, dtype, SCALES)[0] for row, ids in rows.items()}
-    check_ids(engine_with_cache(folder, kv_cache_dtype), expected)
-    assert play(engine_with_cache(folder, kv_cache_dtype, block_size=8), rows) == expected
+@pytest.mark.parametrize(
+    ("family", "kv_cache_dtype", "written", "meant"),
+    [
+        *(("Llama", name, SCALES, SCALES) for name in FLOATS8),
+        ("DeepSeek-V3", "fp8_e4m3", {1: (0.5, 7.0)}, {1: (0.5, 0.5)}),
+    ],
+)
+def test_ids_are_those_of_a_plain_implementation(
+    family: str, kv_cache_dtype: str, written: Scales, meant: Scales, tmp_path: Path
+) -> None:
+    """With blocks of another size, too. Latents and their rotary part have the scale of K, as vLLM has it."""
+    model, dtype = save_scaled(tmp_path, family, written), FLOATS8[kv_cache_dtype]
+    caches = {row: QuantizedCache(model.config, dtype, meant) for row in range(len(prompts()))}
+    expected = {
+        row: tiny_models.generate(model, prompts()[row], NEW_TOKENS, past_key_values=cache)
+        for row, cache in caches.items()
+    }
+    check_ids(engine_of(tmp_path, kv_cache_dtype=kv_cache_dtype, block_size=16), expected)
+    smaller = engine_of(tmp_path, kv_cache_dtype=kv_cache_dtype)
+    assert play(smaller, dict(enumerate(prompts()))) == expected
 
 
-def test_a_cache_has_room_for_four_times_the_tokens_of_float32(folder: Path) -> None:
-    engines = [engine_with_cache(folder, name) for name in ("auto", "fp8_e5m2")]
+def test_a_cache_has_room_for_four_times_the_tokens_of_float32(tmp_path: Path) -> None:
+    tiny_models.save(tmp_path, *FAMILIES["Llama"])
+    engines = [engine_of(tmp_path, kv_cache_dtype=name) for name in ("auto", "fp8_e5m2")]
     assert engines[1].ready.num_blocks // 4 == engines[0].ready.num_blocks
     for tensor in (*engines[1].loaded.cache.keys, *engines[1].loaded.cache.values):
         assert tensor.dtype == torch.float8_e5m2
-
-
-def test_latents_have_the_scale_of_k(tmp_path: Path) -> None:
-    """One for the latent and its rotary part, as vLLM has it; the scale of V is that of nothing."""
-    tiny_models.save(tmp_path, *FAMILIES["DeepSeek-V3"])
-    rewrite(tmp_path, {1: (torch.tensor(0.5), torch.tensor(7.0))})
-    rows = dict(enumerate(prompts()))
-    scales = {1: (0.5, 0.5)}
-    expected = {
-        row: quantized_ids(tmp_path, ids, NEW_TOKENS, FLOATS8["fp8_e4m3"], scales)[0]
-        for row, ids in rows.items()
-    }
-    engine = engine_with_cache(tmp_path, "fp8_e4m3")
-    assert play(engine, rows) == expected
-    assert play(engine, rows, prefill_tokens=7) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *FLOATS8.values()])
@@ -150,13 +111,6 @@ def test_blocks_are_copied_in_all_layers(dtype: torch.dtype) -> None:
     for tensor, old in zip((*cache.keys, *cache.values), before, strict=True):
         assert torch.equal(raw(tensor)[[5, 1, 2]], old[[3, 3, 7]])
         assert torch.equal(raw(tensor)[[0, 3, 4, 6, 7, 8, 9]], old[[0, 3, 4, 6, 7, 8, 9]])
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    folder = tmp_path_factory.mktemp("latent")
-    tiny_models.save(folder, *FAMILIES["DeepSeek-V3"])
-    return engine_of(folder, block_size=16)
 
 
 @pytest.mark.parametrize(

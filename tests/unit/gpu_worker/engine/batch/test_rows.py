@@ -124,10 +124,10 @@ def test_every_row_ends_once_and_within_its_blocks(
         assert reason == ("length" if end == lengths[row][1] else "eos_token")
 
 
-def three_rows(end: int = 10, max_rows: int = 2) -> Rows:
+def three_rows() -> Rows:
     rows = Rows(BLOCK, [EOS])
-    starts = [start(0, 2, end=3), start(1, 2), start(2, 5, end=end)]
-    rows.apply(plan(1000, 1000, starts, max_rows=max_rows))
+    starts = [start(0, 2, end=3), start(1, 2), start(2, 5)]
+    rows.apply(plan(1000, 1000, starts, max_rows=2))
     return rows
 
 
@@ -156,9 +156,9 @@ def test_a_row_that_is_stopped_leaves_its_place_and_one_that_stands_by_can_be_st
     assert ran(rows) == [0, 3]
 
 
-def rows_in_parts(*starts: NewRow, num_micro_batches: int = 2, until: int = 1000, budget: int = 1000) -> Rows:
+def rows_in_parts(*starts: NewRow, num_micro_batches: int = 2, budget: int = 1000) -> Rows:
     rows = Rows(BLOCK, [EOS], num_micro_batches=num_micro_batches)
-    rows.apply(plan(until, budget, list(starts)))
+    rows.apply(plan(1000, budget, list(starts)))
     return rows
 
 
@@ -325,14 +325,13 @@ def test_rows_of_batches_wait_for_a_callers_prompt_for_one_step_and_go_on() -> N
 INTERACTIVE, BATCH = 0, 2
 
 
-def callers_grant(bulk_tokens: int = 50) -> Plan:
-    return Plan(1, 1, 1000, 1000, bulk_tokens=bulk_tokens)
+CALLERS_GRANT = Plan(1, 1, 1000, 1000, bulk_tokens=50)
 
 
 def test_a_callers_prompt_has_a_step_without_bulk_prompts_and_bulk_rows_that_would_make_it_long() -> None:
     """Of two such steps in a row the second one has them."""
     budget, prompts = PrefillBudget(), [(INTERACTIVE, 128), (BATCH, 500)]
-    steps = [budget.plan(callers_grant(), [BATCH] * 32, prompts) for _ in range(4)]
+    steps = [budget.plan(CALLERS_GRANT, [BATCH] * 32, prompts) for _ in range(4)]
     assert [(step.left(INTERACTIVE), step.left(BATCH), step.bulk_decodes) for step in steps] == [
         (1000, 0, False),
         (1000, 50, True),
@@ -342,7 +341,7 @@ def test_a_callers_prompt_has_a_step_without_bulk_prompts_and_bulk_rows_that_wou
 def test_bulk_prompts_are_spread_while_callers_are_about_and_a_backlog_is_worked_off() -> None:
     budget, left, steps = PrefillBudget(), 4000, []
     while left:
-        step = budget.plan(callers_grant(), [BATCH] * 8, [(BATCH, left)])
+        step = budget.plan(CALLERS_GRANT, [BATCH] * 8, [(BATCH, left)])
         steps.append(step.left(BATCH))
         left -= steps[-1]
     assert steps[0] == 50 and max(steps) <= 4 * 50
@@ -354,14 +353,14 @@ TILE = 8
 """Placeholders of a tile, and what its encoding costs."""
 
 
-def row_of(num_tiles: int, before: int = 4, after: int = 4, blocks: int = 100, cost: float = 1.0) -> Row:
-    """A prompt of `before` tokens, a picture, and `after` tokens."""
+def row_of(num_tiles: int, before: int = 4, cost: float = 1.0) -> Row:
+    """A prompt of `before` tokens, a picture, and four tokens."""
     shape: Future[PictureShape] = Future()
     shape.set_result(PictureShape(num_tiles))
     picture = PictureState(num_tiles * TILE, shape, token_cost=cost)
     places = np.arange(before, before + num_tiles * TILE)
-    ids = np.zeros(before + num_tiles * TILE + after, np.int32)
-    row = Row(0, ids, 9, np.arange(1, 1 + blocks, dtype=np.int32))
+    ids = np.zeros(before + num_tiles * TILE + 4, np.int32)
+    row = Row(0, ids, 9, np.arange(1, 101, dtype=np.int32))
     row.pictures = RowPictures([PlacedPicture(picture, places)])
     return row
 

@@ -34,7 +34,6 @@ NEEDS_PRODUCTS = pytest.mark.skipif(
     not multiplies_floats(),
     reason="this torch has such products on CUDA only",
 )
-ROWS = {0: [5, 6, 7], 1: list(range(3, 40))}
 IDS = torch.tensor([list(range(3, 40))])
 
 

@@ -123,12 +123,12 @@ def served(
     yield engine_of(folder), model
 
 
-def rows_of(played: Player, row: int, first: int, dtype: str = "<f4") -> Floats:
+def rows_of(played: Player, row: int, first: int) -> Floats:
     """The logits that a row returned, from position `first` on, without a gap."""
     found: list[Floats] = []
     for begin, values in sorted(played.logits[row].items()):
         assert begin == first + len(found)
-        found += [*np.frombuffer(values, dtype).reshape(-1, VOCAB)]
+        found += [*np.frombuffer(values, "<f4").reshape(-1, VOCAB)]
     return np.array(found)
 
 

@@ -63,9 +63,9 @@ row_params = st.tuples(samplings, st.sampled_from([0, 3, VOCABULARY]), st.sample
 """Sampling, top_n_tokens, min_new_tokens."""
 
 
-def top_logprobs_of(sampled: StepSamples, row: int, size: int = VOCABULARY) -> Any:
-    """Log-probabilities [size] of a row whose `top_n_tokens` is the whole vocabulary."""
-    top, logprobs = sampled.top_logprobs[row], np.full(size, np.nan)
+def top_logprobs_of(sampled: StepSamples, row: int) -> Any:
+    """Log-probabilities [vocabulary] of a row whose `top_n_tokens` is the whole vocabulary."""
+    top, logprobs = sampled.top_logprobs[row], np.full(VOCABULARY, np.nan)
     logprobs[top.ids] = top.logprobs
     assert top.logprobs == sorted(top.logprobs, reverse=True)
     return logprobs
