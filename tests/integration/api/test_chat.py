@@ -101,13 +101,14 @@ async def test_possible_stop_strings_are_held_back(broker: Broker) -> None:
     answer = Answer(ids("one two three"), ends=False)
     async with answering(broker.url, answer) as (_, _, client):
         found = frames(await streamed(client, CHAT_PATH, CHAT | {"stop": ["ne twice", "o thr"]}))
-        kept = (
-            await client.post(CHAT_PATH, json=CHAT | {"stop": "o thr", "include_stop_str_in_output": True})
-        ).json()
-        by_id = (await client.post(CHAT_PATH, json=CHAT | {"stop_token_ids": ids(" two")})).json()
-        bound = (
-            await client.post(CHAT_PATH, json=CHAT | {"stop": ["one"], "min_tokens": 1, "max_tokens": 2})
-        ).json()
+        kept, by_id, bound = [
+            (await client.post(CHAT_PATH, json=CHAT | more)).json()
+            for more in (
+                {"stop": "o thr", "include_stop_str_in_output": True},
+                {"stop_token_ids": ids(" two")},
+                {"stop": ["one"], "min_tokens": 1, "max_tokens": 2},
+            )
+        ]
     assert [frame["choices"][0]["delta"]["content"] for frame in found] == ["", "o", "ne tw", ""]
     last = found[-1]["choices"][0]
     assert (last["finish_reason"], last["stop_reason"]) == ("stop", "o thr")
@@ -281,10 +282,7 @@ PROMPTS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [SYSTEM, USER, ASSISTANT], "add_generation_prompt": False}, CONTINUED),
     ({"messages": [SYSTEM, USER, ASSISTANT], "add_generation_prompt": True}, CLOSED),
     ({"messages": [SYSTEM, USER], "continue_final_message": True}, BEGIN.removesuffix("<|im_end|>\n")),
-    (
-        {"messages": [SYSTEM | {"role": "developer"}, USER]},
-        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n" + GENERATION_PROMPT,
-    ),
+    ({"messages": [SYSTEM | {"role": "developer"}, USER]}, BEGIN + GENERATION_PROMPT),
     ({"messages": [SYSTEM, PARTS]}, BEGIN + GENERATION_PROMPT),
     (
         {"messages": [SYSTEM, USER | {"name": "Ann"}], "chat_template_kwargs": {"thinking": True}},

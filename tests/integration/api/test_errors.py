@@ -127,12 +127,6 @@ def test_each_api_family_has_its_own_error_object(
             answer,
             "application/json",
         )
-    for path in ("/generate", "/", "/v1x"):
-        response = error_response(refusal, family_at(path))
-        assert (response.status_code, set(json.loads(response.body))) == (  # type: ignore[arg-type]
-            refusal.status,
-            {"error", "error_type"},
-        )
 
 
 async def test_health_is_503_until_a_worker_is_ready(broker: Broker) -> None:

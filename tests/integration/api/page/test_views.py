@@ -1,12 +1,18 @@
-"""The page's view for who has an admin's key: models, usage, API keys, adapters and jobs."""
+"""The page's view for who has an admin's key: models, usage, API keys, adapters and jobs; pictures that a
+person sends to a model that sees; and the page for everybody: contrast, keyboard, names for screen readers,
+every width, 24 workers.
+"""
 
-from typing import Any
+import base64
+import re
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, FilePayload, Page, expect
 
-from tests.integration.api.page.test_access import CONTRAST, NAMELESS
 from tests.support.page.scripted_gateway import ScriptedGateway, opened
+from tests.support.pictures import data_url, image_part, png
 
 pytestmark = pytest.mark.slow
 
@@ -226,3 +232,214 @@ def test_a_job_is_searched_cancelled_and_tried_again(browser: Browser) -> None:
             assert [path for method, path, _ in gateway.asked if method == "POST"] == [
                 *("/admin/jobs/morning/cancel", "/admin/jobs/night%2F3/retry")
             ]
+
+
+# --- pictures -----------------------------------------------------------------------------------------------
+
+
+PASTED = """(files) => {
+    const data = new DataTransfer();
+    for (const { name, type, content } of files)
+        data.items.add(new File([Uint8Array.from(atob(content), (c) => c.charCodeAt(0))], name, { type }));
+    const event = new ClipboardEvent('paste', { clipboardData: data, bubbles: true, cancelable: true });
+    document.getElementById('words').dispatchEvent(event);
+}"""
+"""Files of the clipboard, pasted into the message."""
+
+
+def file(name: str, content: bytes, kind: str = "image/png") -> FilePayload:
+    return {"name": name, "mimeType": kind, "buffer": content}
+
+
+def paste(page: Page, *files: FilePayload) -> None:
+    given = [
+        {
+            "name": one["name"],
+            "type": one["mimeType"],
+            "content": base64.b64encode(one["buffer"]).decode(),
+        }
+        for one in files
+    ]
+    page.evaluate(PASTED, given)
+
+
+def scripted(sees: bool, *names: str) -> ScriptedGateway:
+    gateway = ScriptedGateway(text="A red square")
+    tag = "image-text-to-text" if sees else "text-generation"
+    gateway.routes["GET", "/info"] = lambda *_: (200, {"model_pipeline_tag": tag})
+    models = {"data": [{"id": name} for name in ("smolvlm", *names)]}
+    gateway.routes["GET", "/v1/models"] = lambda *_: (200, models)
+    return gateway
+
+
+def chats(gateway: ScriptedGateway) -> list[Any]:
+    return [body for _, path, body in gateway.asked if path == "/v1/chat/completions"]
+
+
+def test_pictures_are_chosen_pasted_removed_and_sent(browser: Browser) -> None:
+    red, blue = png(), png(color="blue")
+    with scripted(True) as gateway, opened(browser, gateway.url) as page:
+        expect(page.get_by_role("button", name="Pictures", exact=True)).to_be_visible()
+        page.locator("#files").set_input_files([file("red.png", red), file("blue.png", blue)])
+        attached = page.get_by_role("list", name="Attached pictures")
+        expect(attached.get_by_role("img")).to_have_count(2)
+        page.get_by_role("button", name="Remove blue.png").click()
+        paste(page, file("notes.txt", b"words", "text/plain"), file("more.png", blue))
+        expect(page.get_by_text("No picture of a kind that is read: notes.txt")).to_be_visible()
+        expect(attached.get_by_role("img", name="more.png")).to_be_visible()
+        assert page.evaluate(CONTRAST) == [] and page.evaluate(NAMELESS) == []
+        page.get_by_label("Message").fill("What is this?")
+        page.get_by_label("Message").press("Enter")
+        expect(page.locator(".turn.model[data-state=done]")).to_contain_text("A red square")
+        expect(page.locator(".turn.user img")).to_have_count(2)
+        expect(attached).to_be_hidden()
+        parts = [image_part(data_url(red)), image_part(data_url(blue))]
+        sent = {"role": "user", "content": [*parts, {"type": "text", "text": "What is this?"}]}
+        assert [body["messages"] for body in chats(gateway)] == [[sent]]
+        page.reload()
+        expect(page.locator(".turn.user img")).to_have_count(2)
+        expect(page.locator(".turn.user")).to_contain_text("What is this?")
+
+
+def test_a_picture_needs_no_words_and_is_sent_again_with_the_next_message(browser: Browser) -> None:
+    with scripted(True) as gateway, opened(browser, gateway.url) as page:
+        expect(page.get_by_role("button", name="Pictures", exact=True)).to_be_visible()
+        paste(page, file("red.png", png()))
+        expect(page.get_by_role("button", name="Remove red.png")).to_be_visible()
+        page.get_by_role("button", name="Send").click()
+        expect(page.locator(".turn.model[data-state=done]")).to_have_count(1)
+        page.get_by_label("Message").fill("And its shape?")
+        page.get_by_label("Message").press("Enter")
+        expect(page.locator(".turn.model[data-state=done]")).to_have_count(2)
+        first, second = chats(gateway)
+        assert first["messages"] == [{"role": "user", "content": [image_part(data_url(png()))]}]
+        assert second["messages"][:1] == first["messages"]
+
+
+def test_a_model_that_reads_text_gets_no_picture(browser: Browser) -> None:
+    with scripted(False) as gateway, opened(browser, gateway.url) as page:
+        expect(page.locator(".tile[data-kind=worker]")).to_have_count(2)
+        paste(page, file("red.png", png()))
+        expect(page.get_by_text("This model reads text only, so it gets no pictures.")).to_be_visible()
+        expect(page.get_by_role("button", name="Pictures", exact=True)).to_be_hidden()
+        expect(page.get_by_role("list", name="Attached pictures")).to_be_hidden()
+
+
+@pytest.mark.parametrize(("names", "asked"), [(["sql"], "sql"), ([], "smolvlm")])
+def test_an_adapter_is_chosen_among_the_models(browser: Browser, names: list[str], asked: str) -> None:
+    with scripted(False, *names) as gateway, opened(browser, gateway.url) as page:
+        expect(page.locator(".tile[data-kind=worker]")).to_have_count(2)
+        page.get_by_text("Settings").click()
+        menu = page.get_by_role("combobox", name="Model", include_hidden=True)
+        if names:
+            menu.select_option("sql")
+        else:
+            expect(menu).to_be_hidden()
+        page.get_by_label("Message").fill("Hello")
+        page.get_by_label("Message").press("Enter")
+        expect(page.locator(".turn.model[data-state=done]")).to_be_visible()
+        assert [body["model"] for body in chats(gateway)] == [asked]
+
+
+# --- for everybody ------------------------------------------------------------------------------------------
+
+CONTRAST = (Path(__file__).parents[3] / "support/page/contrast.js").read_text().partition("\n")[2]
+TEXT = "# Title\n\nSome `code` and a [link](https://a.b), " + " ".join(map(str, range(60)))
+NAMELESS = """() => [...document.querySelectorAll('button, a, input, textarea, [role], summary, ol, ul')]
+    .filter(one => one.checkVisibility() && !one.closest('.markdown, [role=status]'))
+    .filter(one => !(one.ariaLabel || one.labels?.length || one.getAttribute('aria-labelledby')
+        || one.textContent.trim()))
+    .map(one => one.outerHTML)"""
+FOCUSED = """() => {
+    const one = document.activeElement, style = getComputedStyle(one);
+    return [one.id || one.ariaLabel || one.textContent.trim(), style.outlineStyle, style.outlineWidth];
+}"""
+MANY = 24
+
+
+def chat(page: Page) -> None:
+    page.get_by_label("Message").fill("Hello")
+    page.get_by_label("Message").press("Enter")
+    expect(page.locator(".turn.model[data-state=done] .ribbon i")).to_have_count(1)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_text_has_enough_contrast(browser: Browser, scheme: Literal["light", "dark"]) -> None:
+    with (
+        ScriptedGateway(9, TEXT, pause_s=600) as gateway,
+        opened(browser, gateway.url, color_scheme=scheme, reduced_motion="reduce") as page,
+    ):
+        chat(page)
+        assert page.evaluate(CONTRAST) == []
+        page.get_by_role("tab", name="16 streams").click()
+        gateway.most = 30
+        page.get_by_role("button", name="Run 16 streams").click()
+        expect(page.locator(".cell .holder .worker")).to_have_count(16)
+        page.get_by_role("button", name="Kill w1", exact=True).click()
+        expect(page.locator(".cell[data-state=paused]").first).to_be_visible()
+        expect(page.locator(".tile[data-state=gone]")).to_be_visible()
+        assert page.evaluate(CONTRAST) == []
+        assert page.evaluate(NAMELESS) == []
+
+
+def test_everything_is_reached_by_keyboard_and_shows_its_focus(browser: Browser) -> None:
+    with ScriptedGateway(2) as gateway, opened(browser, gateway.url) as page:
+        expect(page.locator(".tile[data-kind=worker]")).to_have_count(2)
+        seen = []
+        for _ in range(20):
+            page.keyboard.press("Tab")
+            name, style, width = page.evaluate(FOCUSED)
+            assert (style, width) != ("none", "0px") and width != "0px", name
+            seen.append(name)
+        assert seen[:3] == ["To the chat", "API", "tab-chat"]
+        assert "words" in seen and "tiles" in seen and any(name.startswith("Kill worker") for name in seen)
+        page.get_by_role("tab", name="Chat").focus()
+        page.keyboard.press("ArrowRight")
+        expect(page.get_by_role("tab", name="16 streams")).to_be_focused()
+        expect(page.get_by_role("tabpanel", name="16 streams")).to_be_visible()
+        page.keyboard.press("ArrowRight")
+        expect(page.get_by_role("tabpanel", name="Chat")).to_be_visible()
+
+
+@pytest.mark.parametrize("width", [360, 820, 1400])
+def test_24_workers_fit_every_width(browser: Browser, width: int) -> None:
+    size = {"width": width, "height": 900}
+    with ScriptedGateway(MANY, TEXT) as gateway, opened(browser, gateway.url, viewport=size) as page:
+        expect(page.locator(".tile[data-kind=worker]")).to_have_count(MANY)
+        for view in ("Chat", "16 streams"):
+            page.get_by_role("tab", name=view).click()
+            assert page.evaluate("document.documentElement.scrollWidth") == width
+        expect(page.get_by_role("img", name="The way of a token")).to_be_visible()
+        assert page.locator(".way .box").count() == 1 + 1 + 1 + 5, "the others are one box"
+        page.get_by_role("button", name="Run 16 streams").click()
+        expect(page.locator(".cell[data-state=done]")).to_have_count(16)
+        heights = page.locator(".cell").evaluate_all("all => all.map(one => one.offsetHeight)")
+        assert 80 < min(heights) <= max(heights) < 200, "whole answers make no cell higher"
+        page.locator(".tile").last.scroll_into_view_if_needed()
+        expect(page.locator(".tile").last).to_be_in_viewport(ratio=0.9)
+
+
+def test_nothing_moves_when_the_gateway_is_away(browser: Browser) -> None:
+    places = "all => all.map(one => one.getBoundingClientRect().toJSON())"
+    with ScriptedGateway(2) as gateway, opened(browser, gateway.url) as page:
+        expect(page.locator("#log li")).to_have_count(1)
+        parts = page.locator(".desk, .flow, .charts, #tiles, #log")
+        before = parts.evaluate_all(places)
+        page.route("**/fleet", lambda route: route.abort())
+        expect(page.get_by_role("alert")).to_contain_text("No gateway answers")
+        assert parts.evaluate_all(places) == before
+        page.unroute("**/fleet")
+        expect(page.get_by_role("alert")).to_be_hidden()
+        assert parts.evaluate_all(places) == before
+
+
+def test_the_log_says_what_came_back_and_the_charts_grow(browser: Browser) -> None:
+    with ScriptedGateway(2) as gateway, opened(browser, gateway.url) as page:
+        expect(page.locator(".strip h3")).to_have_text(["Tokens/s", "Queue", "KV cache"])
+        for number in range(3):
+            expect(page.locator(".strip .line").nth(number)).to_have_attribute("d", re.compile("L.*L"))
+        page.locator(".tile", has_text="w1").get_by_role("button").click()
+        expect(page.locator("#log")).to_contain_text("worker w1 was killed")
+        gateway.workers.append(gateway.workers[0] | {"id": "w1-abcd", "state": "starting"})
+        expect(page.locator("#log")).to_contain_text("worker w1 is back after")
+        expect(page.locator("#log")).to_contain_text("s, starting")
