@@ -382,12 +382,13 @@ async def test_a_request_that_waits_has_a_position_in_the_queue(broker: Broker) 
                 answer = await stack.enter_async_context(sent)
                 paths.append(answer.headers["content-location"].removesuffix("/stream"))
 
-            async def positions() -> list[int | None]:
-                return [(await client.get(path)).json()["queue_position"] for path in paths]
+            async def positions() -> list[tuple[int | None, str]]:
+                shown = [(await client.get(path)).json() for path in paths]
+                return [(one["queue_position"], one["state"]) for one in shown]
 
-            await wait_for(lambda: positions(), [3, 2, 1])
+            await wait_for(lambda: positions(), [(3, "queued"), (2, "queued"), (1, "queued")])
             async with modeless_worker(broker.url, "w0"):
-                await wait_for(lambda: positions(), [None, None, None])
+                await wait_for(lambda: positions(), [(None, "finished")] * 3)
 
 
 async def test_limits_are_the_model_s_until_a_worker_says_its_own(broker: Broker) -> None:

@@ -56,15 +56,16 @@ def openai_client(client: httpx.AsyncClient, tenant: str = "acme") -> openai.Asy
     )
 
 
-async def run_batch(
-    client: openai.AsyncOpenAI, content: bytes, endpoint: Any = CHAT, window: Any = "24h"
-) -> Any:
-    """The batch of this input, when it has ended."""
+async def begin(client: openai.AsyncOpenAI, content: bytes, **asked: Any) -> Any:
+    """A batch of this input."""
     file = await client.files.create(file=("in.jsonl", content), purpose="batch")
-    batch = await client.batches.create(
-        input_file_id=file.id, endpoint=endpoint, completion_window=window, metadata={"a": "b"}
-    )
-    return await ended(client, batch.id)
+    own: dict[str, Any] = {"endpoint": CHAT, "completion_window": "24h"} | asked
+    return await client.batches.create(input_file_id=file.id, **own)
+
+
+async def run_batch(client: openai.AsyncOpenAI, content: bytes, **asked: Any) -> Any:
+    """The batch of this input, when it has ended."""
+    return await ended(client, (await begin(client, content, **asked)).id)
 
 
 async def ended(client: openai.AsyncOpenAI, batch_id: str) -> Any:
@@ -84,7 +85,8 @@ async def test_a_batch_of_chats_is_answered_in_the_order_of_its_input(broker: Br
     async with answering(broker.url, answer, files_dir=str(tmp_path)) as (worker, _, http):
         client = openai_client(http)
         wrong = chat_line(40, temperature=-1)
-        batch = await run_batch(client, jsonl([*(chat_line(number) for number in range(40)), wrong]))
+        content = jsonl([*(chat_line(number) for number in range(40)), wrong])
+        batch = await run_batch(client, content, metadata={"a": "b"})
         output, errors = await lines(client, batch.output_file_id), await lines(client, batch.error_file_id)
         single = (await http.post(CHAT, json=chat_line(3)["body"])).json()
         assert {one.class_name for one in worker.seen[:40]} == {"batch"}
@@ -122,7 +124,7 @@ async def test_responses_are_those_of_the_route_but_for_ids(broker: Broker, tmp_
             {"custom_id": str(i), "method": "POST", "url": "/v1/responses", "body": body}
             for i, body in enumerate(bodies)
         )
-        batch = await run_batch(client, content, "/v1/responses", "best_effort")
+        batch = await run_batch(client, content, endpoint="/v1/responses", completion_window="best_effort")
         output, errors = await lines(client, batch.output_file_id), await lines(client, batch.error_file_id)
         served = sorted((one.prompt_ids for one in worker.seen), key=len)
         worker.seen.clear()
@@ -232,8 +234,7 @@ async def test_a_cancelled_batch_keeps_what_was_answered(
         await ready(gateway)
         client = openai_client(http)
         content = jsonl(chat_line(number, max_tokens=400) for number in range(30))
-        file = await client.files.create(file=("in.jsonl", content), purpose="batch")
-        batch = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+        batch = await begin(client, content)
         await wait_until(lambda: len(worker.seen) >= 10)
         cancelled = await client.batches.cancel(batch.id)
         assert cancelled.status == "cancelling"
@@ -260,8 +261,7 @@ async def test_another_gateway_goes_on_with_a_batch_and_writes_the_same_bytes(
             client = openai_client(http)
             undisturbed = await run_batch(client, content)
             expected = (await client.files.content(undisturbed.output_file_id)).text
-            file = await client.files.create(file=("in.jsonl", content), purpose="batch")
-            batch = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+            batch = await begin(client, content)
             seen = len(worker.seen)
             await wait_until(lambda: len(worker.seen) > seen + NUM_LINES // 8)
         for number in range(1, 4):
@@ -299,12 +299,11 @@ async def test_what_a_batch_needs_stays_and_its_loss_is_said(
             await ready(gateway)
             client = openai_client(http)
             content = jsonl(chat_line(number) for number in range(30))
-            file = await client.files.create(file=("in.jsonl", content), purpose="batch")
-            batch = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+            batch = await begin(client, content)
             await wait_until(lambda: len(worker.seen) == 4)
             with pytest.raises(openai.ConflictError, match=batch.id):
-                await client.files.delete(file.id)
-            [record] = tmp_path.rglob(f"{file.id}.json")
+                await client.files.delete(batch.input_file_id)
+            [record] = tmp_path.rglob(f"{batch.input_file_id}.json")
             record.write_text(json.dumps(json.loads(record.read_text()) | {"expires_at": 1}))
             store = gateway.files
             assert store and await store.delete_expired(2, await needed_files(gateway.pool.client)) == 0
@@ -412,8 +411,7 @@ async def test_parts_that_the_broker_has_lost_are_written_again(
     async with answering(broker.url, answer, files_dir=str(tmp_path)) as (_, _, http):
         client = openai_client(http)
         content = jsonl(chat_line(number) for number in range(9))
-        file = await client.files.create(file=("in.jsonl", content), purpose="batch")
-        batch = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+        batch = await begin(client, content)
         batch = await ended(client, batch.id)
         found = await lines(client, batch.output_file_id)
     assert (batch.status, batch.request_counts.completed) == ("completed", 9)
@@ -426,9 +424,7 @@ async def test_a_record_that_cannot_be_read_ends_its_batch_and_no_gateway(
     """One of a later version is read without the fields that this version does not know."""
     async with answering(broker.url, answer, files_dir=str(tmp_path)) as (worker, _, http):
         client = openai_client(http)
-        file = await client.files.create(file=("in.jsonl", jsonl([chat_line(0)])), purpose="batch")
-        asked: Any = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
-        batch = await client.batches.create(**asked)
+        batch = await begin(client, jsonl([chat_line(0)]))
         redis: Any = worker.redis
         record = json.loads(await redis.hget(worker.keys.batch(batch.id), "record"))
         later, spoiled, none = [f"batch_{number:032x}" for number in range(3)]

@@ -3,7 +3,6 @@ vLLM's.
 """
 
 import base64
-import json
 import struct
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -16,10 +15,8 @@ import torch
 from common.messages.request import Generate
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.gateways import nothing_left
-from tests.support.jobs import KEYS
 from tests.support.pooling.pooling_gateway import VectorWorker, pooling_gateway
 from tests.support.pooling.tiny_encoders import MAX_TOKENS, save_encoder, save_modules
-from tests.support.waiting import wait_until
 
 TEXTS = ["The sky is blue.", "hi", "Grass is green, and water is wet."]
 
@@ -159,25 +156,11 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
 ]
 
 
-WRONG_JOBS: list[tuple[dict[str, Any], str]] = [
-    ({"input": "hi", "parameters": {"dimensions": 99}}, "`dimensions` must be at most 32"),
-    (
-        {"input": "hi", "messages": []},
-        "either `inputs` or `messages` must be given, or `prompt`, or for vectors",
-    ),
-    ({"query": "hi"}, "`documents`: Input should be a valid array"),
-    ({"inputs": "hi"}, "is an embedding model: it generates no text"),
-]
-
-
 async def test_what_cannot_be_served_is_named(broker: Broker, encoder: tuple[Path, Any]) -> None:
     async with pooling_gateway(broker.url, *encoder, max_client_batch_size=4) as (worker, _, client):
         for path, body, status, words in REFUSED:
             answer = await client.post(path, json=body)
             assert answer.status_code == status and words in answer.text, (path, answer.text)
-        for number, (job, words) in enumerate(WRONG_JOBS):
-            await worker.redis.xadd(KEYS.submit, {"job": json.dumps({"id": f"wrong{number}", **job})})
-            assert words in json.dumps(await result(worker.redis, f"wrong{number}"))
         assert not worker.seen
 
 
@@ -251,8 +234,3 @@ async def test_of_a_pair_the_longer_text_is_cut_first(broker: Broker, reranker: 
         assert request.num_prompt == len(expected.ids) == 60
         assert request.pooling is not None
         assert request.pooling.pair_start == expected.type_ids.index(1)
-
-
-async def result(redis: Any, job_id: str) -> Any:
-    await wait_until(lambda: redis.exists(KEYS.result(job_id)))
-    return json.loads(await redis.get(KEYS.result(job_id)))

@@ -382,21 +382,6 @@ async def test_a_cancelled_request_is_shown_although_its_reader_has_deleted_it(
         await nothing_left(gateway, worker)
 
 
-async def test_a_request_waits_then_runs_then_has_finished(broker: Broker) -> None:
-    body = {"inputs": "Hi", "resume_s": 600}
-    async with two_gateways(broker.url, LONG) as (worker, gateway, client, other):
-        await worker.pause()
-        asking = asyncio.create_task(client.post("/generate_stream", json=body, headers=OWN))
-        await wait_until(lambda: gateway.pool.relay.streams)
-        [request_id] = gateway.pool.relay.streams
-        await wait_until(lambda: gateway.pool.relay.streams[request_id].admitted)
-        assert await states(other, request_id) == ["queued", "queued"]
-        worker.going.set()
-        await asking
-        assert (await client.get("/requests/nothing")).status_code == 404
-        assert (await client.delete("/requests/" + "0" * 32)).status_code == 404
-
-
 KEYS = Keys("default")
 FIELDS = ["digest", "channel", "gateway", "answer", "reader", "connection"]
 HI: dict[str, Any] = {"prompt": "Hi", "stream": True}
