@@ -58,11 +58,10 @@ def logprobs(count: int) -> list[float]:
 
 async def streamed(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> bytes:
     """The bytes of a whole stream."""
-    async with client.stream("POST", path, json=body | {"stream": True}) as response:
-        content = await response.aread()
-        assert response.status_code == 200, content
-        assert response.headers["content-type"] == "text/event-stream"
-        return content
+    response = await client.post(path, json=body | {"stream": True})
+    assert response.status_code == 200, response.content
+    assert response.headers["content-type"] == "text/event-stream"
+    return response.content
 
 
 def frames(content: bytes) -> list[dict[str, Any]]:

@@ -32,7 +32,7 @@ from common.settings.settings import SettingError, Settings
 from deploy.launcher.embedded_broker import Broker
 from tests.support import brokers
 from tests.support.fleet.batchers import batching
-from tests.support.fleet.gateways import answering, nothing_left, ready, serving, stream
+from tests.support.fleet.gateways import answering, nothing_left, ready, serving
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.jobs import CHAT
 from tests.support.keys.issued import add_key, bearer, known
@@ -250,7 +250,7 @@ class Figures:
 async def test_counts_durations_and_lengths_of_requests(broker: Broker) -> None:
     async with answering(broker.url, scripted, step_s=0.02) as (_, _, client):
         figures = await Figures(client).begin()
-        await stream(client, body())
+        assert (await client.post("/generate_stream", json=body())).status_code == 200
         assert (await client.post("/generate", json=body(max_new_tokens=3))).status_code == 200
         await figures.until("tgi_request_success", 2)
         await figures.until("tgi_request_count", 2)

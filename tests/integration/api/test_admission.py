@@ -31,7 +31,7 @@ from tests.support import brokers
 from tests.support.answers import tgi_error
 from tests.support.broker.listening import announced
 from tests.support.fleet.batchers import batcher, batching
-from tests.support.fleet.gateways import answering, nothing_left, ready, serving, stream
+from tests.support.fleet.gateways import answering, nothing_left, ready, serving
 from tests.support.fleet.modeless_worker import modeless_worker
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.kubernetes.manifests import FOLDER
@@ -142,13 +142,13 @@ async def test_a_full_queue_is_429_before_any_frame(
 ) -> None:
     async with answering(broker.url, Answer([11]), **limits) as (worker, gateway, client):
         await worker.pause()
-        first = asyncio.create_task(stream(client, BODY))
+        first = asyncio.create_task(client.post("/generate_stream", json=BODY))
         await wait_until(lambda: worker.redis.xlen(worker.keys.requests))
         second = await client.post(path, json=BODY)
         assert (tgi_error(second), second.json()["error"]) == ((429, "overloaded"), "Model is overloaded")
         assert len(gateway.pool.relay.streams) == 1
         worker.going.set()
-        await first
+        assert (await first).status_code == 200
         await wait_until(lambda: not worker.live)
         assert (await client.post(path, json=BODY)).status_code == 200
 

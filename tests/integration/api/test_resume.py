@@ -31,7 +31,7 @@ from common.messages.request import Generate
 from deploy.launcher.embedded_broker import Broker
 from tests.support.answers import CHAT, data_of, numbered
 from tests.support.fleet.batchers import batching
-from tests.support.fleet.gateways import GatewayProcesses, answering, nothing_left, ready, serving, stream
+from tests.support.fleet.gateways import GatewayProcesses, answering, nothing_left, ready, serving
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.keys.issued import bearer
 from tests.support.tokenizer import TOKENIZER, ids
@@ -473,7 +473,9 @@ def scripted(request: Generate) -> Answer:
 
 async def converse(client: httpx.AsyncClient, count: int) -> list[bytes]:
     bodies = [{"inputs": f"text {i}", "parameters": {"details": True}} for i in range(count)]
-    return await asyncio.gather(*(stream(client, body) for body in bodies))
+    answers = await asyncio.gather(*(client.post("/generate_stream", json=body) for body in bodies))
+    assert {answer.status_code for answer in answers} == {200}
+    return [answer.content for answer in answers]
 
 
 async def undisturbed(broker: Broker, count: int) -> list[bytes]:

@@ -21,7 +21,7 @@ from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_chat import BECOME, OTHERS, SAMPLED
 from tests.support.answers import CHAT, data_of, frames, logprobs, streamed
 from tests.support.fleet.batchers import batching
-from tests.support.fleet.gateways import answering, nothing_left, ready, serving, stream
+from tests.support.fleet.gateways import answering, nothing_left, ready, serving
 from tests.support.fleet.scripted_worker import EOS, Answer, working
 from tests.support.tokenizer import IM_END, TOKENIZER, ids, model_tokenizer
 
@@ -180,10 +180,10 @@ def tgi_frames(content: bytes) -> list[dict[str, Any]]:
 
 
 async def test_a_stream_has_exactly_tgis_bytes(broker: Broker) -> None:
-    answer = Answer(ids(" é🙂"))
+    answer, body = Answer(ids(" é🙂")), {"inputs": "Hi", "parameters": {"max_new_tokens": 9, "details": True}}
     expected_ids = [*answer.ids, IM_END]
     async with answering(broker.url, answer) as (worker, _, client):
-        content = await stream(client, {"inputs": "Hi", "parameters": {"max_new_tokens": 9, "details": True}})
+        content = (await client.post("/generate_stream", json=body)).content
     assert worker.seen[0].stopping.max_new_tokens == 9
     whole = [
         {"id": token_id, "text": text, "logprob": logprob, "special": token_id == IM_END}

@@ -3,10 +3,8 @@
 import functools
 import os
 import signal
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -17,80 +15,57 @@ from common.broker.keys import Keys
 from common.messages.codec import decode
 from common.messages.plan import WorkerDied
 from deploy.launcher.launcher import ONE_REQUEST_S
-from tests.support.fleet.fleet import have_ended, url_of
-from tests.support.forks.client import ForkedProcess
-from tests.support.machine.ports import free_port
+from tests.support.fleet.fleet import Fleet, have_ended
 from tests.support.waiting import wait_until_sync
 
 GONE_S = 30.0
 
 
-@dataclass
-class Launched:
-    process: subprocess.Popen[str]
-    directory: Path
+class FakeFleet(Fleet):
+    """A launcher over fakes (tests/support/fleet/fake_fleet.py)."""
+
+    def __init__(self) -> None:
+        super().__init__(pythonpath=Path(__file__).parents[3])
+        self.command = "tests.support.fleet.fake_fleet", str(self.directory), str(self.settings["port"])
 
     def notes(self, *, of: str = "") -> list[str]:
         path = self.directory / "notes"
-        return (
-            [line for line in path.read_text().splitlines() if line.startswith(of)] if path.exists() else []
-        )
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [line for line in lines if line.startswith(of)]
 
     def starts(self, name: str) -> list[tuple[int, str]]:
         words = [line.split() for line in self.notes(of=f"{name} start")]
         return [(int(pid), incarnation) for _, _, pid, incarnation in words]
 
-    def ready(self) -> str:
-        """Wait for the launcher's line; by then every process has started."""
-        wait_until_sync(
-            lambda: self.process.poll() is not None or all(map(self.starts, ("g0", "b0", "w0", "w1")))
-        )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, self.error()
-        return line
-
-    def error(self) -> str:
-        return (self.directory / "stderr").read_text()
+    def started(self) -> None:
+        """Start, and wait until every process has started, and the launcher says that the fleet is ready."""
+        self.start().ready()
+        wait_until_sync(lambda: all(map(self.starts, ("g0", "b0", "w0", "w1"))))
 
     def broker(self) -> psutil.Process:
-        return next(
-            child for child in psutil.Process(self.process.pid).children() if child.name() == "valkey-server"
-        )
+        return psutil.Process(self.pid("broker"))
 
     def client(self) -> redis.Redis:
-        return redis.Redis.from_url(url_of(self.broker()))
+        return redis.Redis.from_url(self.redis_url)
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Callable[[], Launched]]:
-    processes = []
-
-    def start() -> Launched:
-        command = [sys.executable, "-m", "tests.support.fleet.fake_fleet", str(tmp_path), str(free_port())]
-        with (tmp_path / "stderr").open("w") as error:
-            processes.append(ForkedProcess(command, stdout=subprocess.PIPE, stderr=error, text=True))
-        return Launched(processes[-1], tmp_path)
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.wait()
-        if process.stdout:
-            process.stdout.close()
+def fleet() -> Iterator[FakeFleet]:
+    fleet = FakeFleet()
+    yield fleet
+    fleet.kill()
 
 
-def test_a_ready_fleet_says_where_it_is_and_a_killed_worker_restarts_and_the_batcher_is_informed(
-    launch: Callable[[], Launched],
+def test_a_ready_fleet_says_where_it_is_and_a_killed_worker_restarts(
+    fleet: FakeFleet,
 ) -> None:
     """A new incarnation is started. The first lines of a ready fleet are URL, page, docs and a command."""
-    fleet = launch()
-    url = fleet.ready().split()[-1]
-    assert fleet.process.stdout is not None
-    page, docs, example = (fleet.process.stdout.readline() for _ in range(3))
+    fleet.started()
+    line, page, docs, example = fleet.output().splitlines()[:4]
+    url = line.split()[-1]
     assert url.startswith("http://127.0.0.1:")
     assert page.startswith(f"  page: {url} ")
-    assert docs == f"  docs: {url}/docs\n"
+    assert docs == f"  docs: {url}/docs"
     assert example.startswith(f"  try:  curl -N {url}/generate_stream")
     [(pid, incarnation)] = fleet.starts("w1")
     os.kill(pid, signal.SIGKILL)
@@ -100,22 +75,21 @@ def test_a_ready_fleet_says_where_it_is_and_a_killed_worker_restarts_and_the_bat
     with fleet.client() as client:
         [(_, entry)] = wait_until_sync(lambda: client.xrange(Keys("default").control))
     assert decode(WorkerDied, entry[b"died"]) == WorkerDied(incarnation)
-    assert "w1 ended" in fleet.error()
-    assert "killed by SIGKILL; starts again in 0.0 s" in fleet.error()
+    assert "w1 ended" in fleet.errors()
+    assert "killed by SIGKILL; starts again in 0.0 s" in fleet.errors()
     os.kill(fleet.starts("w0")[0][0], signal.SIGTERM)
     wait_until_sync(lambda: len(fleet.starts("w0")) == 2)
-    warned = [line for line in fleet.error().splitlines() if " W serve " in line]
+    warned = [line for line in fleet.errors().splitlines() if " W serve " in line]
     assert not any("w0 ended" in line for line in warned), "it was told to end"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells who is stopped")
-def test_a_stopped_worker_is_replaced_and_a_stopped_or_killed_broker(launch: Callable[[], Launched]) -> None:
-    fleet = launch()
-    fleet.ready()
+def test_a_stopped_worker_is_replaced_and_a_stopped_or_killed_broker(fleet: FakeFleet) -> None:
+    fleet.started()
     [(pid, incarnation)] = fleet.starts("w1")
     os.kill(pid, signal.SIGSTOP)
     wait_until_sync(lambda: len(fleet.starts("w1")) == 2)
-    assert f"w1 is ended: process {pid} was stopped" in fleet.error()
+    assert f"w1 is ended: process {pid} was stopped" in fleet.errors()
     with fleet.client() as client:
         [(_, entry)] = wait_until_sync(lambda: client.xrange(Keys("default").control))
         assert decode(WorkerDied, entry[b"died"]) == WorkerDied(incarnation)
@@ -127,10 +101,10 @@ def test_a_stopped_worker_is_replaced_and_a_stopped_or_killed_broker(launch: Cal
             assert client.xlen(Keys("default").control) == 1, "it has its data, on its port"
 
 
-def has_broker_besides(fleet: Launched, old: int) -> bool:
+def has_broker_besides(fleet: FakeFleet, old: int) -> bool:
     return any(
         child.pid != old and child.name() == "valkey-server"  # the old one may be gone meanwhile
-        for child in psutil.Process(fleet.process.pid).children()
+        for child in psutil.Process(fleet.launcher.pid).children()
     )
 
 
@@ -141,49 +115,44 @@ def answers(client: redis.Redis) -> bool:
         return False
 
 
-def test_sigterm_drains_gateways_first_and_supervises_the_others_meanwhile(
-    launch: Callable[[], Launched],
-) -> None:
-    fleet = launch()
+def test_sigterm_drains_gateways_first_and_supervises_the_others_meanwhile(fleet: FakeFleet) -> None:
     (fleet.directory / "hold").touch()
-    fleet.ready()
-    fleet.process.terminate()
+    fleet.started()
+    fleet.launcher.terminate()
     wait_until_sync(lambda: "g0 terminated" in fleet.notes())
     os.kill(fleet.starts("w0")[0][0], signal.SIGKILL)
     wait_until_sync(lambda: len(fleet.starts("w0")) == 2)
     assert not [line for line in fleet.notes() if line.endswith("terminated") and not line.startswith("g0")]
     (fleet.directory / "hold").unlink()
-    assert fleet.process.wait(60) == 0
+    assert fleet.launcher.wait(60) == 0
     notes = fleet.notes()
     assert {"b0 end", "w1 end"} <= set(notes[notes.index("g0 end") :])
     assert len(fleet.starts("g0")) == 1
 
 
-def test_a_second_signal_ends_the_fleet_now(launch: Callable[[], Launched]) -> None:
-    fleet = launch()
+def test_a_second_signal_ends_the_fleet_now(fleet: FakeFleet) -> None:
     (fleet.directory / "hold").touch()
-    fleet.ready()
-    children = psutil.Process(fleet.process.pid).children(recursive=True)
-    fleet.process.send_signal(signal.SIGINT)
+    fleet.started()
+    children = psutil.Process(fleet.launcher.pid).children(recursive=True)
+    fleet.launcher.send_signal(signal.SIGINT)
     wait_until_sync(lambda: "g0 terminated" in fleet.notes())
     wait_until_sync(
-        lambda: fleet.process.poll() is not None or fleet.process.send_signal(signal.SIGINT),  # type: ignore[func-returns-value]
+        lambda: fleet.launcher.poll() is not None or fleet.launcher.send_signal(signal.SIGINT),  # type: ignore[func-returns-value]
         ONE_REQUEST_S + GONE_S,
     )
-    assert fleet.process.returncode != 0
+    assert fleet.launcher.returncode != 0
     wait_until_sync(lambda: have_ended(children))
-    assert "for running requests to finish" in fleet.error()
-    assert "a second signal: the fleet ends without waiting for requests" in fleet.error()
-    assert "Unknown child process" not in fleet.error()
+    assert "for running requests to finish" in fleet.errors()
+    assert "a second signal: the fleet ends without waiting for requests" in fleet.errors()
+    assert "Unknown child process" not in fleet.errors()
 
 
-def test_a_killed_launcher_leaves_no_process_not_even_stopped_ones(launch: Callable[[], Launched]) -> None:
-    fleet = launch()
-    fleet.ready()
-    children = psutil.Process(fleet.process.pid).children(recursive=True)
+def test_a_killed_launcher_leaves_no_process_not_even_stopped_ones(fleet: FakeFleet) -> None:
+    fleet.started()
+    children = psutil.Process(fleet.launcher.pid).children(recursive=True)
     assert len(children) == 5
     os.kill(fleet.starts("w0")[0][0], signal.SIGSTOP)
-    fleet.process.kill()
+    fleet.launcher.kill()
     wait_until_sync(lambda: have_ended(children), GONE_S)
 
 
@@ -192,32 +161,30 @@ def test_a_killed_launcher_leaves_no_process_not_even_stopped_ones(launch: Calla
     [(78, 78, "NAME: the cause that w0 found"), (1, 1, "w0 ended before the fleet was ready: exit code 1")],
 )
 def test_a_process_that_ends_before_ready_ends_the_start(
-    launch: Callable[[], Launched], tmp_path: Path, exit_code: int, ours: int, last: str
+    fleet: FakeFleet, exit_code: int, ours: int, last: str
 ) -> None:
-    (tmp_path / "loading").touch()
-    (tmp_path / "w0.fails").write_text(str(exit_code))
-    fleet = launch()
-    assert fleet.process.wait(60) == ours
-    assert fleet.error().splitlines()[-1].endswith(last)
+    (fleet.directory / "loading").touch()
+    (fleet.directory / "w0.fails").write_text(str(exit_code))
+    assert fleet.start().launcher.wait(60) == ours
+    assert fleet.errors().splitlines()[-1].endswith(last)
     assert len(fleet.starts("w0")) == 1
 
 
-def test_a_restart_that_refuses_a_setting_leaves_the_others_running(launch: Callable[[], Launched]) -> None:
+def test_a_restart_that_refuses_a_setting_leaves_the_others_running(fleet: FakeFleet) -> None:
     """Memory that others took meanwhile comes back. The process starts again with growing pauses, and the
     others serve on.
     """
-    fleet = launch()
-    fleet.ready()
+    fleet.started()
     (fleet.directory / "w0.fails").write_text("78")
     os.kill(fleet.starts("w0")[0][0], signal.SIGKILL)
     wait_until_sync(
-        lambda: fleet.error().count("exit code 78, for the setting named above; starts again in") >= 2
+        lambda: fleet.errors().count("exit code 78, for the setting named above; starts again in") >= 2
     )
-    assert "NAME: the cause that w0 found" in fleet.error()
+    assert "NAME: the cause that w0 found" in fleet.errors()
     (fleet.directory / "w0.fails").unlink()
     wait_until_sync(lambda: len(fleet.notes(of="w0 runs")) == 2)
     assert len(fleet.starts("w0")) >= 4
     assert len(fleet.starts("g0")) == len(fleet.starts("w1")) == 1
-    fleet.process.terminate()
-    assert fleet.process.wait(60) == 0
+    fleet.launcher.terminate()
+    assert fleet.launcher.wait(60) == 0
     assert "w0 end" in fleet.notes()

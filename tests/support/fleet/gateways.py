@@ -108,14 +108,6 @@ async def answering(
         yield worker, gateway, client
 
 
-async def stream(client: httpx.AsyncClient, body: dict[str, Any]) -> bytes:
-    """Return the bytes of a whole stream."""
-    async with client.stream("POST", "/generate_stream", json=body) as response:
-        content = await response.aread()
-        assert response.status_code == 200, content
-        return content
-
-
 async def nothing_left(gateway: Gateway, worker: FakeWorker) -> None:
     """Wait until no request is left in the gateway or in Redis."""
     await wait_until(lambda: not gateway.pool.relay.streams and not gateway.pool.cleanups and not worker.live)
