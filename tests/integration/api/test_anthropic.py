@@ -11,8 +11,8 @@ import httpx
 from api.models import STARTED_S, VERSION_HEADER
 from common.messages.records import unpack_ids
 from deploy.launcher.embedded_broker import Broker
-from tests.integration.api.test_tools import ARGUMENTS, CALLS, HERMES, PARAMETERS
-from tests.integration.api.test_tools import TOOLS as CHAT_TOOLS
+from tests.integration.api.test_chat import ARGUMENTS, CALLS, HERMES, PARAMETERS
+from tests.integration.api.test_chat import TOOLS as CHAT_TOOLS
 from tests.support.answers import streamed
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer, FakeWorker

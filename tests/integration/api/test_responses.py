@@ -13,8 +13,8 @@ from openai import AsyncOpenAI
 
 from common.messages.records import unpack_ids
 from deploy.launcher.embedded_broker import Broker
+from tests.integration.api.test_chat import ARGUMENTS, CALLS, HERMES, PARAMETERS
 from tests.integration.api.test_resume import two_gateways
-from tests.integration.api.test_tools import ARGUMENTS, CALLS, HERMES, PARAMETERS
 from tests.support.answers import BODY, PATH, check_response, read_events, streamed, text_of
 from tests.support.fleet.gateways import answering, nothing_left
 from tests.support.fleet.scripted_worker import Answer

@@ -20,8 +20,8 @@ from api.webhooks import MAX_PER_RECEIVER, MAX_SENDING, WAITS_S
 from deploy.cli.admin import main
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_batches import chat_line, jsonl, openai_client
+from tests.integration.api.test_chat import CALLS, HERMES
 from tests.integration.api.test_responses import TOOLS
-from tests.integration.api.test_tools import CALLS, HERMES
 from tests.support.answers import BODY, PATH
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
