@@ -34,7 +34,6 @@ from deploy.launcher.embedded_broker import Broker
 from deploy.launcher.launcher import command
 from deploy.launcher.process import SupervisedProcess
 from deploy.launcher.socket_keeper import SocketKeeper
-from tests.integration.api.test_resume import REQUESTS
 from tests.support.answers import CHAT
 from tests.support.broker_state import KEYS
 from tests.support.fleet.batchers import batching
@@ -196,9 +195,17 @@ def is_whole(seen: bytes) -> bool:
 
 # --- handover -----------------------------------------------------------------------------------------------
 
+USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 TENSOR = {"name": "text_input", "shape": [2], "datatype": "BYTES", "data": ["a", "b"]}
 STREAMED: list[tuple[str, dict[str, Any]]] = [
-    *((path, body | {"stream": True}) for path, body in REQUESTS),
+    ("/generate_stream", {"inputs": "Hi", "parameters": {"details": True, "top_n_tokens": 2}}),
+    ("/", {"inputs": "Hi", "stream": True, "parameters": {"seed": 3, "do_sample": True}}),
+    ("/v1/chat/completions", CHAT | {"stream": True, "n": 2, "logprobs": True, "top_logprobs": 2} | USAGE),
+    ("/v1/chat/completions", CHAT | {"stream": True, "stop": ["zzz", " six"], "skip_special_tokens": False}),
+    (
+        "/v1/completions",
+        {"prompt": ["a é", "b"], "stream": True, "n": 2, "echo": True, "logprobs": 1} | USAGE,
+    ),
     ("/v2/models/tgi/generate_stream", {"text_input": "Hi", "parameters": {"details": True}}),
 ]
 WHOLE: list[tuple[str, dict[str, Any]]] = [
