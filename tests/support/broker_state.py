@@ -27,9 +27,8 @@ KEYS = Keys("default")
 TTL_MS = 600_000
 
 
-def make_request(request_id: str, num_prompt: int = 4, channel: str = "", width: int = 1) -> Generate:
-    prompt_ids = pack_ids([1] * num_prompt)
-    return Generate(request_id, "d", prompt_ids, StoppingParams(20), top_n_tokens=width - 1, channel=channel)
+def make_request(request_id: str) -> Generate:
+    return Generate(request_id, "d", pack_ids([1] * 4), StoppingParams(20))
 
 
 def make_capacity(incarnation: str, num_blocks: int = 30, **fields: Any) -> WorkerCapacity:

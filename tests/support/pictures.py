@@ -23,15 +23,15 @@ from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer, FakeWorker
 
 
-def png(size: Size = (20, 30), color: str = "red", kind: str = "PNG") -> bytes:
+def png(size: Size = (20, 30), color: str = "red") -> bytes:
     """The file of a picture of one colour."""
     target = io.BytesIO()
-    Image.new("RGB", (size[1], size[0]), color).save(target, kind)
+    Image.new("RGB", (size[1], size[0]), color).save(target, "PNG")
     return target.getvalue()
 
 
-def data_url(content: bytes, kind: str = "image/png") -> str:
-    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+def data_url(content: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 
 def image_part(url: str, **fields: Any) -> dict[str, Any]:

@@ -13,14 +13,11 @@ from common.broker import heartbeat
 from common.broker.committed import Committed
 from common.broker.keys import Keys
 from common.broker.lua import run_script
-from common.messages.codec import encode
-from common.messages.events import Events, Terminal, Tokens
+from common.messages.events import Terminal
 from common.messages.plan import NewRow, Plan
-from common.messages.records import pack_floats, pack_ids
 from common.messages.request import Generate, StoppingParams
 from gpu_worker import worker_scripts
 from gpu_worker.worker_scripts import FlushedRow, FlushReply, ended
-from tests.support.events import as_sent
 
 KEYS = Keys("test")
 REQUEST = Generate("r1", "d", b"", StoppingParams(1), channel="ch", gateway="g")
@@ -33,11 +30,8 @@ async def admit(
     payload: bytes = b"x" * 10,
     max_count: int = 2,
     max_bytes: int = 100,
-    digest: str = "d",
-    width: int = 1,
 ) -> AdmitReply:
-    request = replace(REQUEST, request_id=request_id, digest=digest, top_n_tokens=width - 1)
-    return await admit_request(redis, request, payload, max_count, max_bytes)
+    return await admit_request(redis, replace(REQUEST, request_id=request_id), payload, max_count, max_bytes)
 
 
 async def admit_request(
@@ -99,11 +93,6 @@ async def save(
     return await run_script(redis, batcher_scripts.save_committed(KEYS, own_epoch=5, states={"r1": state}))
 
 
-def entry(request_id: str, index: int, ids: list[int]) -> bytes:
-    tokens = Tokens(request_id, 1, index, pack_ids(ids), pack_floats([-1.0] * len(ids)), ["x"] * len(ids))
-    return encode(Events("w", 0, **as_sent([tokens])))
-
-
 def flushed_end(end: Terminal, records: bytes, channel: str = "", payload: bytes = b"") -> FlushedRow:
     """The end of a request's first attempt."""
     return FlushedRow(end.request_id, 1, 0, ended(end, records, 60_000, channel, payload))
@@ -112,13 +101,9 @@ def flushed_end(end: Terminal, records: bytes, channel: str = "", payload: bytes
 async def flush(
     redis: Redis,
     sequence: int,
-    log: bytes = b"",
-    report: bytes = b"",
     messages: Sequence[tuple[str, bytes]] = (),
-    prompts: Sequence[tuple[str, bytes]] = (),
     terminals: Sequence[FlushedRow] = (),
     spills: Sequence[tuple[str, int, bytes]] = (),
-    mode: str = "",
     counts: Sequence[FlushedRow] = (),
 ) -> FlushReply:
     """Write a flush with spills: request, offset, records of each."""
@@ -126,11 +111,11 @@ async def flush(
         KEYS,
         "w1",
         sequence=sequence,
-        report=report,
+        report=b"",
         acknowledged=0,
-        mode=mode,
-        messages=[("", log or entry("r0", 0, [])), *messages],
-        prompts=prompts,
+        mode="",
+        messages=[("", b"an entry of the log"), *messages],
+        prompts=[],
         terminals=terminals,
         spills=[FlushedRow(name, 1, 0, (offset, records)) for name, offset, records in spills],
         counts=counts,

@@ -277,6 +277,7 @@ async def test_fields_become_parameters_of_the_queued_request(broker: Broker) ->
 SYSTEM = {"role": "system", "content": "S"}
 USER = {"role": "user", "content": "U"}
 ASSISTANT = {"role": "assistant", "content": "A "}
+REFUSAL = {"type": "refusal", "refusal": "A "}
 PARTS = {"role": "user", "content": [{"type": "text", "text": text} for text in ("", "U", "")]}
 BEGIN = "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n"
 CONTINUED = BEGIN + GENERATION_PROMPT + "A "
@@ -291,6 +292,15 @@ PROMPTS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [SYSTEM, USER], "continue_final_message": True}, BEGIN.removesuffix("<|im_end|>\n")),
     ({"messages": [SYSTEM | {"role": "developer"}, USER]}, BEGIN + GENERATION_PROMPT),
     ({"messages": [SYSTEM, PARTS]}, BEGIN + GENERATION_PROMPT),
+    *(
+        ({"messages": [SYSTEM, USER, {"role": "assistant", **said}]}, CLOSED)
+        for said in (
+            {"content": [REFUSAL]},
+            {"content": [{"type": "text", "text": "A"}, {"type": "refusal", "refusal": " "}]},
+            {"content": None, "refusal": "A "},
+            {"content": "A ", "refusal": None},
+        )
+    ),
     (
         {"messages": [SYSTEM, USER | {"name": "Ann"}], "chat_template_kwargs": {"thinking": True}},
         BEGIN + GENERATION_PROMPT,
@@ -629,7 +639,7 @@ async def test_reasoning_is_apart_from_content(broker: Broker) -> None:
 async def test_history_with_calls_is_in_the_prompt(broker: Broker) -> None:
     """LangChain and the older API write it this way. The template of this model knows no tools."""
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    newer = [
+    newer: list[dict[str, Any]] = [
         {"role": "user", "content": "Q"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "one"}]},
@@ -639,17 +649,26 @@ async def test_history_with_calls_is_in_the_prompt(broker: Broker) -> None:
         {"role": "assistant", "content": None, "function_call": call["function"]},
         {"role": "function", "name": "f", "content": "one"},
     ]
+
+    def with_arguments(arguments: Any) -> dict[str, Any]:
+        return call | {"function": {"name": "f", "arguments": arguments}}
+
     async with answering(broker.url, Answer(ids("x")), **HERMES) as (worker, _, client):
-        for messages in (newer, older):
+        objects = [newer[0], newer[1] | {"tool_calls": [with_arguments({"a": 1})]}, newer[2]]
+        for messages in (newer, older, objects):
             await ask(client, messages=messages, tools=None)
         await ask(client)
+        for nothing in ("", None):
+            calls = [with_arguments(nothing)]
+            await ask(client, messages=[newer[0], {"role": "assistant", "tool_calls": calls}], tools=None)
     prompts = [TOKENIZER.decode(unpack_ids(one.prompt_ids), skip_special_tokens=False) for one in worker.seen]
-    assert prompts[0] == prompts[1]
+    assert prompts[0] == prompts[1] == prompts[2]
+    assert all('{"name": "f", "parameters": {}}' in one for one in prompts[4:])
     assert (
         '<|im_start|>assistant\n{"name": "f", "parameters": {"a": 1}}<|im_end|>\n'
         "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
     ) in prompts[0]
-    text = prompts[2].removeprefix("<|im_start|>system\n").partition("<|im_end|>\n<|im_start|>user\nHi")[0]
+    text = prompts[3].removeprefix("<|im_start|>system\n").partition("<|im_end|>\n<|im_start|>user\nHi")[0]
     tools, _, tool_prompt = text.partition("\n")
     assert json.loads(tools)[0] == TOOLS[0] and tool_prompt.startswith("Given the functions available")
 

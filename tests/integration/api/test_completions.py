@@ -54,6 +54,21 @@ def repeat(request: Generate) -> Answer:
     return Answer(ids(words), num_cached=16 * (1 + choice))
 
 
+async def test_a_prompt_of_an_encoder_decoder_model_ends_with_what_starts_the_decoder(broker: Broker) -> None:
+    tokenizer = tokenizer_with(starting_ids=(0, 7))
+    async with answering(broker.url, Answer(ids("x")), tokenizer=tokenizer) as (worker, _, client):
+        body = {"prompt": [1, 2, 3], "truncate_prompt_tokens": 2}
+        assert (await client.post(PATH, json=body)).status_code == 200
+        assert unpack_ids(worker.seen[0].prompt_ids) == [2, 3, 0, 7]
+        for wrong, words in (
+            ({"prompt": [1] * 1022}, "must have at most 1023 tokens. Given: 1024"),
+            ({"prompt": [1], "prompt_logprobs": 0}, "is not served with an encoder-decoder model"),
+            ({"prompt": [1], "return_context_logits": True}, "is not served with an encoder-decoder model"),
+        ):
+            refused = await client.post(PATH, json=wrong)
+            assert refused.status_code == 400 and words in refused.json()["error"]["message"]
+
+
 async def test_a_stream_is_text_completion_chunks(broker: Broker) -> None:
     async with answering(broker.url, Answer(ids(" é b"))) as (_, _, client):
         found = frames(

@@ -216,6 +216,11 @@ GENERATE: Rows = [
         "and the new tokens of each sequence. Given: 1000",
     ),
     ({"max_new_tokens": 0}, "parameters.max_new_tokens", "be greater than or equal to 1. Given: 0"),
+    *(
+        ({"max_new_tokens": wrong}, "parameters.max_new_tokens", "Input should be a valid integer")
+        for wrong in (1.5, "2", True, [2])
+    ),
+    ({"stop_token_ids": [1, 2.5]}, "parameters.stop_token_ids[1]", "Input should be a valid integer"),
     (
         {"max_new_tokens": 1024},
         "max_new_tokens",

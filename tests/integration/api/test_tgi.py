@@ -377,10 +377,34 @@ async def test_neutral_values_and_null_are_accepted(broker: Broker) -> None:
     one = Answer(ids("a"))
     own = ("seed", "grammar", "adapter_id", "stop", "truncate", "max_new_tokens")
     async with answering(broker.url, one) as (worker, _, client):
-        for parameters in (NEUTRAL, dict.fromkeys([*NEUTRAL, *own]), {"temperature": 0, "top_k": -1}):
+        alone = {"seed": 3, "top_p_min": 0.5, "top_p_reset_ids": [1]}  # mean nothing where none is drawn
+        greedy = {"temperature": 0, "top_k": 5, "top_p": 0.5, "min_p": 0.1} | alone
+        absent = dict.fromkeys([*NEUTRAL, *own])
+        for parameters in (NEUTRAL, absent, {"temperature": 0, "top_k": -1}, alone, greedy):
             response = await generate(client, parameters)
             assert (response.status_code, response.text) == (200, '{"generated_text":"a"}')
-    assert [request.sampling for request in worker.seen] == [None] * 3
+        assert [request.sampling for request in worker.seen] == [None] * 5
+        await generate(client, greedy | {"bad_words": ["dog"]})
+        assert worker.seen[-1].sampling == SamplingParams(bad_words=BECOME["bad_words"])
+
+
+async def test_each_sampling_parameter_alone_turns_sampling_on_with_a_seed_of_its_own(broker: Broker) -> None:
+    drawing: list[dict[str, Any]] = [
+        {"do_sample": True},
+        {"temperature": 0.9},
+        {"top_p": 0.5},
+        {"typical_p": 0.9},
+    ]
+    async with answering(broker.url, Answer(ids("a"))) as (worker, _, client):
+        for parameters in drawing * 2:
+            await generate(client, parameters)
+        drawn = [request.sampling for request in worker.seen if request.sampling is not None]
+        assert [one.temperature for one in drawn] == [1.0, 0.9, 1.0, 1.0] * 2
+        assert len({one.seed for one in drawn if 0 <= one.seed < 2**63}) == 8
+        await generate(client, {"top_k": 10**9, "logit_bias": {"5": 0.0, "6": -1.5}, "seed": 7})
+        size = model_tokenizer().size
+        biased = SamplingParams(temperature=1.0, top_k=size, logit_bias=[(6, -1.5)], seed=7)
+        assert worker.seen[-1].sampling == biased, "those that change nothing are left out"
 
 
 async def test_odd_but_valid_inputs_are_served(broker: Broker) -> None:
@@ -392,13 +416,15 @@ async def test_odd_but_valid_inputs_are_served(broker: Broker) -> None:
 
 
 async def test_every_parameter_reaches_the_worker(broker: Broker) -> None:
-    own = {"frequency_penalty": 0.5, "min_new_tokens": 2, "max_new_tokens": 3, "top_n_tokens": 0}
+    """A number without a fraction is whole."""
+    own = {"frequency_penalty": 0.5, "min_new_tokens": 2.0, "max_new_tokens": 3, "stop_token_ids": [9.0]}
     async with answering(broker.url, Answer(ids("a b c"))) as (worker, _, client):
         response = await generate(client, SAMPLED | OTHERS | own)
         assert response.status_code == 200, response.text
     [request] = worker.seen
     assert request.sampling == SamplingParams(**SAMPLED, **BECOME, relative_frequency_penalty=0.5)
     assert request.stopping == StoppingParams(3, 2, stop_ids=[9], ignore_eos=True)
+    assert isinstance(request.stopping.stop_ids[0], int) and isinstance(request.stopping.min_new_tokens, int)
 
 
 async def test_requests_share_blocks_with_those_of_their_salt_only(broker: Broker) -> None:

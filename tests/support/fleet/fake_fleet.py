@@ -2,8 +2,7 @@
 DIRECTORY PORT KIND` is one of them.
 
 Fakes note what happens to them in DIRECTORY/notes. A file DIRECTORY/{name}.fails makes that process end at
-its start with the exit code that it holds; DIRECTORY/hold makes gateways drain for as long as it is there;
-with DIRECTORY/patient all signals within PATIENCE_S count as one.
+its start with the exit code that it holds; DIRECTORY/hold makes gateways drain for as long as it is there.
 """
 
 import http.server
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from common.process.launch import die_with_parent
-from tests.support.waiting import PATIENCE_S, wait_until_sync
+from tests.support.waiting import wait_until_sync
 
 
 def launch(directory: Path, port: int) -> int:
@@ -24,7 +23,6 @@ def launch(directory: Path, port: int) -> int:
 
     from common.process import logs
     from common.settings.settings import Settings
-    from deploy.launcher import launcher
     from deploy.launcher.embedded_broker import embedded
     from deploy.launcher.launcher import LocalFleet, run, supervised_broker
     from deploy.launcher.process import SupervisedProcess
@@ -32,8 +30,6 @@ def launch(directory: Path, port: int) -> int:
     os.environ.setdefault("PARENT_PID", "0")
     die_with_parent()
     logs.set_up("serve", "info")
-    if (directory / "patient").exists():
-        launcher.ONE_REQUEST_S = PATIENCE_S
 
     def process(kind: str, name: str) -> SupervisedProcess:
         return SupervisedProcess(

@@ -297,15 +297,10 @@ def test_with_a_strict_function_text_is_free_and_calls_are_valid(name: str) -> N
     check([call for call in answer.calls if call[0] == WEATHER.name])
 
 
-def accepts_after(source: str, text: str, marks: tuple[str, ...] = ()) -> bool:
+def accepts_after(source: str, text: str) -> bool:
     """Whether a text can begin so."""
-    vocabulary = Walker(DIRECTORY, {}).vocabulary
-    tokens = vocabulary.tokenize_str(text)
-    if marks:
-        before, _, after = text.partition(marks[0])
-        inner = [FIRST_SPECIAL, *vocabulary.tokenize_str(after)] if after else []
-        tokens = [*vocabulary.tokenize_str(before), *inner]
-    matcher = llguidance.LLMatcher(vocabulary, source, log_level=0)
+    tokens = vocabulary(DIRECTORY).tokenize_str(text)
+    matcher = llguidance.LLMatcher(vocabulary(DIRECTORY), source, log_level=0)
     return bool(matcher.try_consume_tokens(tokens) == len(tokens))
 
 

@@ -333,9 +333,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Made]:
     return make
 
 
-def sizes_of(seed: int, most: int = 640) -> list[Size]:
+def sizes_of(seed: int) -> list[Size]:
     chosen = random.Random(seed)
-    edges = [chosen.choice([*EDGES, chosen.randint(1, most)]) for _ in range(2 * NUM_SIZES)]
+    edges = [chosen.choice([*EDGES, chosen.randint(1, 640)]) for _ in range(2 * NUM_SIZES)]
     sizes = zip(edges[::2], edges[1::2], strict=True)
     return [(height, width) for height, width in sizes if max(height, width) <= 200 * min(height, width)]
 

@@ -3,7 +3,6 @@ Parameters: what fields become, which are refused, and what is left of them.
 What a gateway knows of pools and their batchers, and which pools a request tries.
 """
 
-import dataclasses
 import json
 import random
 from collections import Counter
@@ -13,15 +12,13 @@ from typing import Any
 
 import llguidance
 import pytest
-from redis.asyncio import Redis
 
 from api.answers.answer import Reading
 from api.errors import ApiError
 from api.grammar.compile import BYTES, COMPILED, Grammar
 from api.http.body import parse_body
 from api.http.openapi import json_schema
-from api.prompts.chat_template import ChatTemplate, Rendered
-from api.prompts.pictures import PicturePrompts
+from api.prompts.chat_template import ChatTemplate
 from api.prompts.tokenizer import load_sampling_defaults
 from api.protocols.chat import (
     TOOL_PROMPT,
@@ -41,22 +38,12 @@ from api.protocols.kserve import KServeParameters
 from api.protocols.table import PROTOCOLS
 from api.protocols.tgi import GenerateParameters
 from api.requests import monitors
-from api.requests.fields import Listed, Strict, Whole
+from api.requests.fields import Strict
 from api.requests.monitors import SILENT_S, BatcherMonitor
 from api.requests.registry import merge, pick_by_depth
-from api.requests.validate import (
-    DRAW_ONLY,
-    GenerationParams,
-    Limits,
-    draws,
-    sampling_params,
-    validate,
-)
 from common.broker.directory import TTL_S, KnownPool, PoolEntry
 from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
-from common.messages.records import pack_ids
-from common.messages.request import Generate, SamplingParams, StoppingParams
 from common.settings.settings import SettingError, Settings
 from tests.support.machine.clock import Clock
 from tests.support.tokenizer import model_tokenizer, tokenizer_with
@@ -76,19 +63,6 @@ def call(arguments: Any, call_id: str | None = "call_1") -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": "f", "arguments": arguments}}
 
 
-def test_arguments_are_objects() -> None:
-    for given, expected in (
-        ('{"a": 1}', {"a": 1}),
-        ({"a": 1}, {"a": 1}),
-        ("", {}),
-        (None, {}),
-        ('{"a": ', '{"a": '),  # a model wrote it, and its client sends it back
-    ):
-        [message] = converted(assistant(tool_calls=[call(given)]))
-        assert message["tool_calls"] == [call(expected)]
-        assert message["content"] == ""
-
-
 def test_results_belong_to_their_calls() -> None:
     newer = converted(
         assistant(tool_calls=[call("{}", "call_7")]),
@@ -106,18 +80,6 @@ def test_results_belong_to_their_calls() -> None:
     ids = [one["tool_calls"][0]["id"] if "tool_calls" in one else one["tool_call_id"] for one in older[1:]]
     assert ids == ["call00001", "call00001", "call00002", "call00002"]
     assert [one["role"] for one in older] == ["user", "assistant", "tool", "assistant", "tool"]
-
-
-def content(**message: Any) -> Any:
-    return converted(message)[0]["content"]
-
-
-def test_a_refusal_of_the_assistant_is_content() -> None:
-    part = {"type": "refusal", "refusal": "I can't."}
-    assert content(role="assistant", content=[part]) == "I can't."
-    assert content(role="assistant", content=[{"type": "text", "text": "No: "}, part]) == "No: I can't."
-    assert content(role="assistant", content=None, refusal="I can't.") == "I can't."
-    assert content(role="assistant", content="Yes.", refusal=None) == "Yes."
 
 
 # --- chat prompt prompt -------------------------------------------------------------------------------------
@@ -302,68 +264,6 @@ async def test_an_object_with_the_properties_of_a_call_is_none(form: str) -> Non
     assert matches(forced.text, '{"name": "f", "parameters": {}}')
 
 
-# --- params -------------------------------------------------------------------------------------------------
-
-
-def generation_params(**params: Any) -> GenerationParams:
-    """Make parameters of the prompt `a`."""
-    own, stopping, sampling = (
-        {field.name: params.pop(field.name) for field in dataclasses.fields(cls) if field.name in params}
-        for cls in (GenerationParams, StoppingParams, SamplingParams)
-    )
-    assert not params
-    return GenerationParams(
-        stopping=StoppingParams(**stopping),
-        sampling=SamplingParams(**{"temperature": 1.0} | sampling),
-        **{"prompt": Rendered("a")} | own,
-    )
-
-
-# --- params -------------------------------------------------------------------------------------------------
-
-TOKENIZER = model_tokenizer()
-
-
-def sampling(**fields: Any) -> SamplingParams | None:
-    return sampling_params(generation_params(**fields), TOKENIZER)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"do_sample": True},
-        {"temperature": 0.9},
-        {"top_p": 0.0},
-        {"typical_p": 0.9},
-    ],
-)
-def test_each_sampling_field_alone_turns_sampling_on(fields: dict[str, Any]) -> None:
-    first, second = sampling(**fields), sampling(**fields)
-    assert first is not None and second is not None
-    assert first.temperature == fields.get("temperature", 1.0)
-    assert 0 <= first.seed < 2**63 and first.seed != second.seed
-    assert sampling(**fields | {"temperature": 0.0}) is None
-
-
-@pytest.mark.parametrize(
-    "fields", [{}, {"top_k": 0}, {"top_k": -1}, {"seed": 3}, {"top_p_min": 0.5}, {"top_p_reset_ids": [1]}]
-)
-def test_neutral_parameters_leave_decoding_greedy(fields: dict[str, Any]) -> None:
-    assert not draws(generation_params(**fields))
-    assert sampling(**fields, raw_logprobs=True) is None
-
-
-def test_greedy_decoding_drops_sampling_parameters() -> None:
-    found = sampling(temperature=0.0, top_k=5, top_p=0.5, min_p=0.1, seed=5, top_p_min=0.2, bad_words=["dog"])
-    assert found is not None and found.bad_words
-    assert all(getattr(found, name) == getattr(SamplingParams(), name) for name in DRAW_ONLY)
-
-
-def test_top_k_is_at_most_the_vocabulary_and_biases_of_zero_are_dropped() -> None:
-    found = sampling(top_k=10**9, logit_bias=[(5, 0.0), (6, -1.5)], seed=7)
-    assert found == SamplingParams(temperature=1.0, top_k=TOKENIZER.size, logit_bias=[(6, -1.5)], seed=7)
-
-
 # --- defaults -----------------------------------------------------------------------------------------------
 
 QWEN = {
@@ -417,41 +317,7 @@ def test_what_cannot_be_a_default_ends_the_start(
         load_sampling_defaults(write(tmp_path, content), Settings(**settings))
 
 
-# --- fields -------------------------------------------------------------------------------------------------
-
-
-class Numbers(Strict):
-    one: Whole | None = None
-    many: Listed[Whole] | None = None
-
-
-def test_a_number_without_a_fraction_is_whole() -> None:
-    given = Numbers.model_validate_json('{"one": 2.0, "many": [1, 2.0, -0.0, 3e2]}')
-    assert given == Numbers(one=2, many=[1, 2, 0, 300])
-    assert [type(number) for number in given.many or []] == [int] * 4
-    assert "integer" in json.dumps(Numbers.model_json_schema()) and "number" not in json.dumps(
-        Numbers.model_json_schema()
-    )
-
-
-@pytest.mark.parametrize("wrong", ["2.5", '"2"', "true", "1e400", "[2]"])
-def test_nothing_else_is(wrong: str) -> None:
-    with pytest.raises(ApiError) as refused:
-        parse_body(Numbers, b'{"one": %b}' % wrong.encode())
-    assert refused.value.text == "`one`: Input should be a valid integer"
-    with pytest.raises(ApiError, match=r"many\[1\]`: Input should be a valid integer$"):
-        parse_body(Numbers, b'{"many": [1, %b, %b]}' % (wrong.encode(), wrong.encode()))
-
-
 # --- validate -----------------------------------------------------------------------------------------------
-
-LIMITS = Limits(99, 100, Settings(max_stop_sequences=4, max_top_n_tokens=5, max_best_of=2))
-
-
-async def validated(tokenizer: Any = None, **fields: Any) -> list[Generate]:
-    client = PoolClient(Redis(), Keys("default"))  # never connects
-    prompts = PicturePrompts(client, LIMITS.settings, None)
-    return await validate(generation_params(**fields), LIMITS, tokenizer or model_tokenizer(), prompts)
 
 
 @pytest.mark.parametrize(
@@ -465,17 +331,6 @@ def test_a_number_is_checked_by_the_range_that_the_document_shows(body: type[Str
         for wrong in ("NaN", least - (1 if "minimum" in number else 0)) if least is not None else ():
             with pytest.raises(ApiError, match=f"`{name}`: Input should be"):
                 parse_body(body, f'{{"{name}": {wrong}}}'.encode())
-
-
-async def test_a_prompt_of_an_encoder_decoder_model_ends_with_what_starts_the_decoder() -> None:
-    tokenizer = tokenizer_with(starting_ids=(0, 7))
-    [one] = await validated(tokenizer, prompt=None, prompt_ids=[1, 2, 3], truncate=2)
-    assert one.prompt_ids == pack_ids([2, 3, 0, 7]) and one.stopping.max_new_tokens == 96
-    with pytest.raises(ApiError, match=r"must have at most 99 tokens\. Given: 100"):
-        await validated(tokenizer, prompt=None, prompt_ids=[1] * 98)
-    for fields in ({"prompt_logprobs": 0}, {"return_context_logits": True}):
-        with pytest.raises(ApiError, match="is not served with an encoder-decoder model"):
-            await validated(tokenizer, **fields)
 
 
 # --- pool choice --------------------------------------------------------------------------------------------
