@@ -1,4 +1,4 @@
-"""Who may import what, without circles; how files are written where ruff and mypy do not check it.
+"""Who may import what, without circles; what ruff and mypy do not check.
 ARCHITECTURE.md and docs/design/ are about this tree: what they name exists, every folder is named, and the
 table of keys is `common/broker/keys.py`.
 """
@@ -107,7 +107,6 @@ def test_processes_start_without_torch_and_opentelemetry() -> None:
 
 # --- style --------------------------------------------------------------------------------------------------
 
-MAX_LINE = 110
 WAIT_FOR = "asyncio.wait_for"
 OWN_CLOCK = re.compile(r"(datetime\.)?(datetime|date)\.(now|utcnow|today)|time\.(time|time_ns)")
 USES_OWN_CLOCK = {
@@ -117,18 +116,6 @@ USES_OWN_CLOCK = {
     "deploy/launcher/embedded_broker.py",  # beside the time of a file of this machine
 }
 """Logs, traces, and what no other process compares."""
-
-
-def test_lines_of_other_languages_are_as_short() -> None:
-    """Ruff reads Python only."""
-    paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*"))]
-    found = {
-        path.relative_to(ROOT).as_posix()
-        for path in paths
-        if path.suffix in (".lua", ".h", ".cpp", ".js")
-        if any(len(line) > MAX_LINE for line in path.read_text().splitlines())
-    }
-    assert found == set()
 
 
 def test_no_wait_is_bounded_by_wait_for() -> None:

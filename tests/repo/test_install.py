@@ -1,7 +1,7 @@
 """deploy/install.sh on other people's machines: with fakes of Python, pip and uname before everything else,
 in a tree of its own.
 
-`make serve` and its signals, with a fleet of fakes in the place of ours.
+`make serve`, with a fleet of fakes in the place of ours.
 A release: one version everywhere, a wheel with all files, an archive that the stack starts from, and
 workflows whose actions nobody can exchange.
 """
@@ -11,14 +11,12 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
 import tarfile
 import tomllib
 import zipfile
-from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,6 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from deploy.launcher.launcher import ONE_REQUEST_S
 from deploy.requirements import normalize, read_lock
 from tests.support.fleet.fleet import READY_S, Fleet, have_ended
 from tests.support.machine.ports import free_port
@@ -239,70 +236,27 @@ ENVIRON = {
 """Variables as in a user's shell: these tests may run under a make of their own."""
 
 
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A running `make serve`, in a process group of its own as in a terminal; everything is up."""
+def test_flags_reach_the_launcher_and_a_killed_make_leaves_no_process(tmp_path: Path) -> None:
+    """Its process group is its own, as in a terminal."""
     program = tmp_path / "tokenfleet"
     launcher = f"{sys.executable} -m tests.support.fleet.fake_fleet {tmp_path} {free_port()}"
     program.write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/argv\nexec {launcher}\n')
     program.chmod(0o755)
     command = ["make", "serve", f"BIN={tmp_path}", "ARGS=--port 8080", "-o", ".venv/.installed-to-run"]
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=ENVIRON,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        process_group=0,
-    )
-    assert process.stdout is not None
-    everybody: list[psutil.Process] = []
-    try:
-        assert any("/generate_stream" in line for line in process.stdout)
+    with subprocess.Popen(
+        command, cwd=ROOT, env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, process_group=0
+    ) as make:
+        assert make.stdout and any(b"/generate_stream" in line for line in make.stdout)
         wait_until_sync(lambda: (tmp_path / "notes").read_text().count(" start ") == 4)
-        everybody = descendants(process)
-        yield process
+        processes = psutil.Process(make.pid).children(recursive=True)
+        make.kill()
+    assert len(processes) == 6 and (tmp_path / "argv").read_text() == "serve --port 8080\n"
+    try:
+        wait_until_sync(lambda: have_ended(processes), GONE_S)
     finally:
-        for leftover in everybody or psutil.Process(process.pid).children(recursive=True):
+        for leftover in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 leftover.kill()
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
-def descendants(make: subprocess.Popen[str]) -> list[psutil.Process]:
-    found = psutil.Process(make.pid).children(recursive=True)
-    assert len(found) == 6
-    return found
-
-
-def test_flags_reach_the_launcher(make: subprocess.Popen[str], tmp_path: Path) -> None:
-    assert (tmp_path / "argv").read_text() == "serve --port 8080\n"
-
-
-def test_a_killed_make_leaves_no_process(make: subprocess.Popen[str]) -> None:
-    processes = descendants(make)
-    make.kill()
-    make.wait()
-    wait_until_sync(lambda: have_ended(processes), GONE_S)
-
-
-def test_ctrl_c_drains_and_a_second_one_ends_now(make: subprocess.Popen[str], tmp_path: Path) -> None:
-    processes = descendants(make)
-    (tmp_path / "hold").touch()
-    os.killpg(make.pid, signal.SIGINT)
-    wait_until_sync(lambda: "g0 terminated" in (tmp_path / "notes").read_text())
-    assert not have_ended(processes)
-
-    def has_ended() -> bool:
-        if make.poll() is None:
-            os.killpg(make.pid, signal.SIGINT)
-        return make.poll() is not None
-
-    wait_until_sync(has_ended, ONE_REQUEST_S + GONE_S)
-    wait_until_sync(lambda: have_ended(processes), GONE_S)
 
 
 # --- release ------------------------------------------------------------------------------------------------

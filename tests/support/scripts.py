@@ -25,11 +25,7 @@ REQUEST = Generate("r1", "d", b"", StoppingParams(1), channel="ch", gateway="g")
 
 
 async def admit(
-    redis: Redis,
-    request_id: str = "r1",
-    payload: bytes = b"x" * 10,
-    max_count: int = 2,
-    max_bytes: int = 100,
+    redis: Redis, request_id: str = "r1", payload: bytes = b"x" * 10, max_count: int = 2, max_bytes: int = 100
 ) -> AdmitReply:
     return await admit_request(redis, replace(REQUEST, request_id=request_id), payload, max_count, max_bytes)
 

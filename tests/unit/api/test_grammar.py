@@ -581,11 +581,7 @@ ACCEPTED: list[tuple[dict[str, Any], list[str], list[str]]] = [
         ["{", "{}b", "{<call=}</call>}"],
     ),
     ({"type": "grammar", "grammar": r"root ::= [+\-\\]+"}, ["+-", "\\"], ["", "x"]),
-    (
-        one_of(sequence(YES, NESTED), NESTED),
-        ["yes!((a))", "(b)", "c"],
-        ["yes!", "((a)", "yes!yes!"],
-    ),
+    (one_of(sequence(YES, NESTED), NESTED), ["yes!((a))", "(b)", "c"], ["yes!", "((a)", "yes!yes!"]),
     (sequence(tag(ANY_TEXT, "", ": "), YES), ["so: no!", ": yes!"], ["so no!"]),
     (tag(ANY_TEXT, end=["</a>", "</b>"]), ["<t>x</a>", "<t>a</b>"], ["<t>x</c>", "<t></a></b>"]),
     (
@@ -660,10 +656,7 @@ OTHERS = ("tags_with_separator", "qwen_xml_parameter", "token_dispatch", "x" * 9
 @pytest.mark.parametrize(
     ("form", "message"),
     [
-        (
-            {"type": "regex", "pattern": "a", "excludes": ["a"]},
-            "`excludes` is not supported. Given: ['a']",
-        ),
+        ({"type": "regex", "pattern": "a", "excludes": ["a"]}, "`excludes` is not supported. Given: ['a']"),
         ({"type": "const_string"}, "a format of type 'const_string' is not served: {"),
         (sequence(), "a format of type 'sequence' is not served: {"),
         (sequence(CALLS, CALLS), "free text has no end"),
@@ -682,10 +675,7 @@ OTHERS = ("tags_with_separator", "qwen_xml_parameter", "token_dispatch", "x" * 9
         (ANY_TEXT | {"max_chars": -1}, "`max_chars` is not supported"),
         (CALLS | {"triggers": ["x"]}, "`begin` must begin with one of `triggers`"),
         ({"type": "grammar", "grammar": "root ::= a"}, "Rule 'a' not"),
-        (
-            {"type": "grammar", "grammar": "root ::= " + 999 * "("},
-            "maximum recursion depth exceeded",
-        ),
+        ({"type": "grammar", "grammar": "root ::= " + 999 * "("}, "maximum recursion depth exceeded"),
         (AGE | {"style": "qwen_xml"}, "`style` is not supported. Given: 'qwen_xml'"),
         (AGE | {"any_order": True}, "`any_order` is not supported"),
         *(

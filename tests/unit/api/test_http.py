@@ -7,7 +7,6 @@ Long work runs in slices, in turns or in a thread, so that no stream waits for i
 
 import asyncio
 import itertools
-import logging
 import random
 import socket
 import threading
@@ -16,14 +15,11 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import h11
 import pytest
 import uvicorn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
 from api import event_loop
@@ -32,12 +28,9 @@ from api.event_loop import PacedQueue
 from api.http.connection_limits import MAX_BEGUN, Acceptor, Connections
 from api.http.protocol import FREE_CHUNKS, MAX_HEADERS, HttpProtocol
 from api.http.sse import (
-    CONNECTION,
     CONNECTIONS,
-    CYCLE,
     MAX_ITEMS,
     Change,
-    Connection,
     Feed,
     FeedResponse,
     bytes_written,
@@ -91,10 +84,7 @@ SERVED: dict[str, tuple[bytes, list[Read]]] = {
     "expect": (sized(b"abc", b"Expect: 100-continue\r\n"), [("POST", "/a", b"abc")]),
     "version 1.0": (sized(b"abc", version=b"1.0"), [("POST", "/a", b"abc")]),
     "version 1.0 without a host": (b"GET /a HTTP/1.0\r\n\r\n", [("GET", "/a", b"")]),
-    "version 1.0 kept alive": (
-        b"GET /a HTTP/1.0\r\nConnection: keep-alive\r\n\r\n",
-        [("GET", "/a", b"")],
-    ),
+    "version 1.0 kept alive": (b"GET /a HTTP/1.0\r\nConnection: keep-alive\r\n\r\n", [("GET", "/a", b"")]),
     "twice the same length": (sized(b"abc", b"Content-Length: 3\r\n"), [("POST", "/a", b"abc")]),
 }
 REFUSED: dict[str, tuple[bytes, int]] = {
@@ -176,12 +166,12 @@ class Echo:
 class Served:
     """A connection to an echoing application."""
 
-    def __init__(self) -> None:
+    def __init__(self, transport: Memory | None = None) -> None:
         self.echo = Echo()
         config = uvicorn.Config(self.echo, log_config=None)
         state = {CONNECTIONS: Connections()}
         self.protocol = HttpProtocol(config, ServerState(), state)
-        self.transport = Memory()
+        self.transport = transport or Memory()
         self.protocol.connection_made(self.transport)
 
     async def receive(self, *parts: bytes) -> None:
@@ -354,9 +344,7 @@ def connection(request: pytest.FixtureRequest) -> Iterator[tuple[socket.socket, 
         yield server, client
 
 
-def test_every_byte_that_the_kernel_took_is_counted(
-    connection: tuple[socket.socket, socket.socket],
-) -> None:
+def test_every_byte_that_the_kernel_took_is_counted(connection: tuple[socket.socket, socket.socket]) -> None:
     server, client = connection
     server.setblocking(False)
     base, count, draw = bytes_written(server), 0, random.Random(3)
@@ -377,9 +365,7 @@ def read_slowly(client: socket.socket) -> None:
         time.sleep(0.0001)
 
 
-def test_another_process_counts_the_same_bytes(
-    connection: tuple[socket.socket, socket.socket],
-) -> None:
+def test_another_process_counts_the_same_bytes(connection: tuple[socket.socket, socket.socket]) -> None:
     server, client = connection
     base = bytes_written(server)
     copy = server.dup()
@@ -414,56 +400,34 @@ class Numbers(Feed):
         self.changed.set()
 
 
-class SlowClient(asyncio.Transport):
-    """A transport whose client reads when it is told to."""
+class SlowClient(Memory):
+    """A transport whose client reads when it is told to; `served` writes frames on it."""
 
-    def __init__(self) -> None:
+    def __init__(self, frames: Feed) -> None:
         super().__init__()
-        self.flow = FlowControl(self)
-        self.written: list[bytes] = []
         self.unread = 0
+        self.served = Served(self)
+        self.served.protocol.app = FeedResponse(frames, b": \n\n", {})
+        self.served.protocol.data_received(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
 
     def write(self, data: Any) -> None:
-        self.written.append(data)
+        super().write(data)
         self.unread += len(data)
         if self.unread > HIGH:
-            self.flow.pause_writing()
+            self.served.protocol.pause_writing()
 
     def read(self) -> None:
         self.unread = 0
-        self.flow.resume_writing()
+        self.served.protocol.resume_writing()
 
     @property
-    def chunks(self) -> list[bytes]:
-        return [data for data in self.written[1:] if data]
+    def body(self) -> bytes:
+        return self.written.partition(b"\r\n\r\n")[2]
 
 
 def chunk(number: int) -> bytes:
     frame = b"data: %d\n\n" % number
     return b"%x\r\n%b\r\n" % (len(frame), frame)
-
-
-def respond(frames: Feed, client: SlowClient) -> asyncio.Task[None]:
-    """Write an answer as the server does."""
-    scope: Any = {"type": "http", "http_version": "1.1", "method": "POST", "state": {}, "headers": []}
-    connection = h11.Connection(h11.SERVER)
-    connection.receive_data(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-    while not isinstance(connection.next_event(), h11.EndOfMessage):
-        pass
-    cycle = RequestResponseCycle(
-        scope=scope,
-        conn=connection,
-        transport=client,
-        flow=client.flow,
-        logger=logging.getLogger(),
-        access_logger=logging.getLogger(),
-        access_log=False,
-        default_headers=[],
-        message_event=asyncio.Event(),
-        on_response=lambda: None,
-    )
-    scope |= {"state": {CONNECTION: Connection(client)}, "extensions": {CYCLE: cycle}}
-    return asyncio.create_task(FeedResponse(frames, b": \n\n", {})(scope, cycle.receive, cycle.send))  # type: ignore[arg-type]
 
 
 STEPS = st.lists(st.tuples(st.sampled_from(["put", "read", "turn"]), st.integers(1, 2 * MAX_ITEMS)))
@@ -473,8 +437,8 @@ STEPS = st.lists(st.tuples(st.sampled_from(["put", "read", "turn"]), st.integers
 @given(steps=STEPS)
 def test_frames_are_written_once_and_in_order_however_the_client_reads(steps: list[tuple[str, int]]) -> None:
     async def run() -> None:
-        numbers, client, put = Numbers(), SlowClient(), 0
-        running = respond(numbers, client)
+        numbers, put = Numbers(), 0
+        client = SlowClient(numbers)
         for step, size in steps:
             if step == "put":
                 numbers.put(*range(put, put + size))
@@ -485,10 +449,11 @@ def test_frames_are_written_once_and_in_order_however_the_client_reads(steps: li
                 await turns(size % 8)
         numbers.put(LAST)
         async with asyncio.timeout(30):
-            while not running.done():
+            while not client.body.endswith(b"\r\n0\r\n\r\n"):
                 client.read()
                 await turns(1)
-        assert client.chunks == [*map(chunk, range(put)), chunk(LAST), b"0\r\n\r\n"]
+        assert client.body == b"".join(map(chunk, [*range(put), LAST])) + b"0\r\n\r\n"
+        client.served.close()
 
     asyncio.run(run())
 
@@ -496,8 +461,8 @@ def test_frames_are_written_once_and_in_order_however_the_client_reads(steps: li
 async def test_a_frame_that_cannot_be_rendered_ends_its_answer_and_harms_no_caller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    numbers, client = Numbers(), SlowClient()
-    running = respond(numbers, client)
+    numbers = Numbers()
+    client = SlowClient(numbers)
     numbers.put(0)
     await turns(8)
 
@@ -507,9 +472,8 @@ async def test_a_frame_that_cannot_be_rendered_ends_its_answer_and_harms_no_call
     monkeypatch.setattr(numbers, "take", fail)
     numbers.put(1)
     numbers.put(2)
-    with pytest.raises(LookupError):
-        await running
-    assert client.chunks == [chunk(0)]
+    await turns(8)
+    assert client.ended and client.body == chunk(0)
 
 
 # --- slices and turns ---------------------------------------------------------------------------------------

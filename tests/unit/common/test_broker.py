@@ -1,4 +1,4 @@
-"""Brokers that are refused and why, in one line; behind TLS, behind Sentinel.
+"""Brokers that are refused and why, in one line; behind TLS.
 What the directory says of a broker's URL, and how a gateway reaches it.
 What a process says of an outage of its broker, and of a step that fails again and again.
 The directory: what batchers write and gateways read.
@@ -31,8 +31,7 @@ from common.settings.settings import SettingError, Settings
 from deploy.launcher.embedded_broker import Broker
 from deploy.launcher.prepare import ask_broker
 from tests.support import brokers
-from tests.support.broker.sentinels import make_certificate, secured, tls_door
-from tests.support.broker_state import KEYS
+from tests.support.broker.sentinels import make_certificate, tls_door
 from tests.support.machine.clock import Clock
 from tests.support.machine.ports import free_port
 from tests.support.waiting import wait_until
@@ -215,53 +214,6 @@ async def test_a_certificate_of_another_host_is_called_that(broker: Broker, tmp_
         url = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificate}"
         assert "mismatch" in await refusal(url)
         await ask_broker(f"{url}&ssl_check_hostname=no")
-
-
-# --- client sentinel ----------------------------------------------------------------------------------------
-
-NEWS = KEYS.events("g")
-
-
-async def set_at_last(client: Redis, fast: SerialClient, value: str) -> bool:
-    """Whether both clients have written."""
-    with contextlib.suppress(*access.ERRORS):
-        await client.hset(KEYS.metrics, "slow", value)  # type: ignore[misc]
-        return await fast.execute("HSET", KEYS.metrics, "fast", value) is not None
-    return False
-
-
-async def test_both_clients_go_to_the_new_primary_after_a_failover() -> None:
-    """With TLS, certificates of clients and users, too."""
-    with secured() as service:
-        await ask_broker(service.url)
-        async with access.connect(service.url) as client, client.pubsub() as pubsub:
-            fast = SerialClient(client)
-            await pubsub.subscribe(NEWS)
-            await wait_until(lambda: set_at_last(client, fast, "before"))
-            await wait_until(lambda: replicated(client))
-            service.fail_over()
-            await wait_until(lambda: set_at_last(client, fast, "after"))
-            assert (await client.info("replication"))["role"] == "master"
-            await wait_until(lambda: heard(client, pubsub))
-            fast.close()
-
-
-async def replicated(client: Redis) -> bool:
-    """Whether the replica has all. A primary that the machine has stopped for a second is no primary any
-    more, and has none.
-    """
-    with contextlib.suppress(*access.ERRORS, KeyError):
-        found = await client.info("replication")
-        return bool(found["slave0"]["offset"] >= found["master_repl_offset"])
-    return False
-
-
-async def heard(client: Redis, pubsub: object) -> bool:
-    with contextlib.suppress(*access.ERRORS):
-        await client.publish(NEWS, "x")
-        message = await pubsub.get_message(timeout=0.1)  # type: ignore[attr-defined]
-        return message is not None and message["data"] == b"x"
-    return False
 
 
 # --- fast client --------------------------------------------------------------------------------------------

@@ -176,10 +176,7 @@ def test_nobody_else_may_write_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("mode", "said"),
     [
         ("ro", "/tokenfleet cannot be written to (Read-only file system): set it to a folder that can be"),
-        (
-            "rw",
-            "/tokenfleet/models cannot be written to (No space left on device): free some space there",
-        ),
+        ("rw", "/tokenfleet/models cannot be written to (No space left on device): free some space there"),
     ],
 )
 def test_a_read_only_and_a_full_disk_are_told_from_a_bad_model(tmp_path: Path, mode: str, said: str) -> None:

@@ -244,13 +244,7 @@ async def ask(
 
 async def admit_place(redis: Redis, request: Generate, weight: float = 1.0, limit: int = LIMIT) -> AdmitReply:
     call = request_scripts.admit(
-        KEYS,
-        request,
-        payload=b"x" * 10,
-        answer=b"",
-        weight=weight,
-        max_requests=limit,
-        max_bytes=10**6,
+        KEYS, request, payload=b"x" * 10, answer=b"", weight=weight, max_requests=limit, max_bytes=10**6
     )
     return await run_script(redis, call)
 

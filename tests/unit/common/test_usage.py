@@ -10,13 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from api.requests import request_scripts
-from api.requests.metrics import (
-    month_begin,
-    month_name,
-    read_hours,
-    read_months,
-    seconds_to_next_month,
-)
+from api.requests.metrics import month_begin, month_name, read_hours, read_months, seconds_to_next_month
 from api.requests.request_scripts import AdmitReply
 from batcher import batcher_scripts
 from common.broker.keys import Keys

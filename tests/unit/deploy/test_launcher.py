@@ -41,14 +41,7 @@ from deploy.launcher.launcher import (
     report_death,
     sharing_weights,
 )
-from deploy.launcher.process import (
-    ENDS_FIRST,
-    Restarts,
-    SupervisedProcess,
-    Template,
-    family,
-    memory_score,
-)
+from deploy.launcher.process import ENDS_FIRST, Restarts, SupervisedProcess, Template, family, memory_score
 from deploy.launcher.template import NICENESS
 from tests.support import brokers
 from tests.support.engine import tiny_tokenizers
