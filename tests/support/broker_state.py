@@ -7,7 +7,10 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from api.requests import request_scripts
+from api.requests.request_scripts import AdmitReply, KeyCharge
 from batcher.actions import ActionQueue
+from common.api_keys import ApiKey
 from common.broker import heartbeat
 from common.broker.committed import read
 from common.broker.keys import Keys
@@ -20,7 +23,6 @@ from common.messages.records import pack_floats, pack_ids, unpack_records
 from common.messages.request import Generate, StoppingParams
 from gpu_worker import worker_scripts
 from tests.support.events import as_sent
-from tests.support.scripts import admit_request
 from tests.support.waiting import wait_until
 
 KEYS = Keys("default")
@@ -36,9 +38,31 @@ def make_capacity(incarnation: str, num_blocks: int = 30, **fields: Any) -> Work
     return replace(capacity, **fields)
 
 
+async def admit_request(
+    redis: Redis,
+    request: Generate,
+    payload: bytes = b"x" * 10,
+    max_requests: int = 1000,
+    max_bytes: int = 10**9,
+    weight: float = 1.0,
+) -> AdmitReply:
+    """Admit a request. Its API key, if it has one, has no limits."""
+    call = request_scripts.admit(
+        KEYS,
+        request,
+        payload=payload,
+        answer=b"",
+        weight=weight,
+        max_requests=max_requests,
+        max_bytes=max_bytes,
+        charge=KeyCharge(ApiKey(request.key_id, "d"), 1, 0, 0) if request.key_id else None,
+    )
+    return await run_script(redis, call)
+
+
 async def admit(redis: Redis, request: Generate, payload: bytes | None = None) -> str:
     """Queue a request as a gateway does. Return its entry id."""
-    reply = await admit_request(redis, request, payload or encode(request), keys=KEYS)
+    reply = await admit_request(redis, request, payload or encode(request))
     assert reply.outcome == "admitted"
     return reply.entry_id
 
@@ -70,8 +94,8 @@ async def send_heartbeat(
     await run_script(redis, call)
 
 
-async def seal(redis: Redis, worker: str, why: str = "died") -> None:
-    await run_script(redis, heartbeat.seal(KEYS, worker, why=why))
+async def seal(redis: Redis, worker: str = "w1", why: str = "died") -> bool:
+    return await run_script(redis, heartbeat.seal(KEYS, worker, why=why))
 
 
 async def place(redis: Redis, request_id: str, incarnation: str, attempt: int = 1, base: int = 0) -> None:

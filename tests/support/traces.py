@@ -1,5 +1,6 @@
 """A receiver of traces: OTLP over gRPC and over HTTP, by OpenTelemetry's own messages."""
 
+import asyncio
 import contextlib
 import gzip
 import threading
@@ -8,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import grpc
@@ -18,7 +18,13 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
+from tests.support.machine.ports import free_port
+from tests.support.other_servers import in_thread
 from tests.support.waiting import PATIENCE_S, wait_until
 
 CLIENT_SPAN = "00f067aa0ba902b7"
@@ -79,17 +85,17 @@ class Receiver(service.TraceServiceServicer):
         service.add_TraceServiceServicer_to_server(self, server)  # type: ignore[no-untyped-call]
         self.grpc_url = f"http://127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{grpc_port}')}"
         server.start()
-        web = ThreadingHTTPServer(("127.0.0.1", 0), handler_for(self))
-        self.http_url = f"http://127.0.0.1:{web.server_port}"
-        threading.Thread(target=web.serve_forever, daemon=True).start()
-        try:
-            yield self
-        finally:
-            self.answers.set()
-            web.shutdown()
-            web.server_close()
-            server.stop(None).wait()
-            pool.shutdown()
+        port = free_port()
+        self.http_url = f"http://127.0.0.1:{port}"
+        web = Starlette(routes=[Route("/v1/traces", receive_http, methods=["POST"])])
+        web.state.receiver = self
+        with in_thread(web, port):
+            try:
+                yield self
+            finally:
+                self.answers.set()
+                server.stop(None).wait()
+                pool.shutdown()
 
     def trace(self, trace_id: str) -> dict[str, list[ReceivedSpan]]:
         """The spans of a trace by name, each once, in the order of their starts."""
@@ -112,24 +118,15 @@ class Receiver(service.TraceServiceServicer):
         return self.trace(trace_id)
 
 
-def handler_for(receiver: Receiver) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
-            if self.headers.get("content-encoding") == "gzip":
-                body = gzip.decompress(body)
-            is_known = self.path == "/v1/traces"
-            if is_known:
-                receiver.headers.append({name.lower(): value for name, value in self.headers.items()})
-                receiver.receive(ExportTraceServiceRequest.FromString(body))
-            self.send_response(200 if is_known else 404)
-            self.send_header("content-length", "0")
-            self.end_headers()
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Log nothing."""
-
-    return Handler
+async def receive_http(request: Request) -> Response:
+    """Receive spans over HTTP."""
+    receiver: Receiver = request.app.state.receiver
+    receiver.headers.append(dict(request.headers))
+    body = await request.body()
+    if request.headers.get("content-encoding") == "gzip":
+        body = gzip.decompress(body)
+    await asyncio.to_thread(receiver.receive, ExportTraceServiceRequest.FromString(body))
+    return Response()
 
 
 def spans_of(request: ExportTraceServiceRequest) -> list[ReceivedSpan]:

@@ -1,15 +1,18 @@
 import json
 import os
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from common import model_files
 from deploy.cli import admin
 from tests.integration.deploy.test_cli import tokenfleet
+from tests.support.machine.ports import free_port
+from tests.support.other_servers import in_thread
 from tests.unit.deploy.cli.test_doctor import model
 
 
@@ -31,54 +34,31 @@ def test_a_local_model_is_not_downloaded_again(
     assert (output.out, output.err) == (f"{folder}\n", f"{folder} is here already\n")
 
 
-class FakeHub(BaseHTTPRequestHandler):
+FILES = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": b"weights"}
+COMMIT = "0" * 40
+
+
+async def hub(request: Request) -> Response:
     """A hub of one model, `organisation/model`."""
-
-    files: ClassVar = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": b"weights"}
-    commit = "0" * 40
-
-    def do_GET(self) -> None:
-        self.send()
-
-    def do_HEAD(self) -> None:
-        self.send()
-
-    def send(self) -> None:
-        body = self.find(self.path.partition("?")[0])
-        self.send_response(200)
-        for name, value in {"x-repo-commit": self.commit, "etag": f'"{len(body)}"'}.items():
-            self.send_header(name, value)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def find(self, path: str) -> bytes:
-        match path.split("/")[-3:]:
-            case ["resolve", _, name]:
-                return self.files[name]
-            case ["model", "tree", _]:
-                entries = [
-                    {"type": "file", "path": name, "size": len(content), "oid": name}
-                    for name, content in self.files.items()
-                ]
-                return json.dumps(entries).encode()
-        return json.dumps({"id": "organisation/model", "sha": self.commit}).encode()
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+    match request.url.path.split("/")[-3:]:
+        case ["resolve", _, name]:
+            body = FILES[name]
+        case ["model", "tree", _]:
+            listed = [{"type": "file", "path": one, "size": len(FILES[one]), "oid": one} for one in FILES]
+            body = json.dumps(listed).encode()
+        case _:
+            body = json.dumps({"id": "organisation/model", "sha": COMMIT}).encode()
+    return Response(body, headers={"x-repo-commit": COMMIT, "etag": f'"{len(body)}"'})
 
 
 def test_a_download_writes_its_steps_and_the_directory_alone_and_is_made_once(cache: Path) -> None:
     """The hub's client draws bars, even where there is no terminal."""
     words = ("download-weights", "organisation/model", "--revision", "v2")
-    with ThreadingHTTPServer(("127.0.0.1", 0), FakeHub) as hub:
-        threading.Thread(target=hub.serve_forever, args=[0.01], daemon=True).start()
-        endpoint = f"http://127.0.0.1:{hub.server_port}"
-        variables = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "", "NO_PROXY": "127.0.0.1"}
+    port = free_port()
+    with in_thread(Starlette(routes=[Route("/{path:path}", hub)]), port):
+        variables = {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HUB_OFFLINE": "", "NO_PROXY": "127.0.0.1"}
         variables["HF_HUB_CACHE"] = str(cache / "hub")
         done = tokenfleet(*words, **variables)
-        hub.shutdown()
     assert (done.returncode, done.stderr) == (0, "looking up organisation/model\n")
     folder = Path(done.stdout.strip())
     assert folder.is_relative_to(cache) and (folder / "model.safetensors").read_bytes() == b"weights"
