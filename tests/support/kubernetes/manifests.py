@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,24 +24,16 @@ needs_kubectl = pytest.mark.skipif(
 )
 
 
-def render_folder(folder: Path) -> list[Manifest]:
-    """Return what a folder's kustomization renders, with the settings under their plain name."""
-    command = [KUBECTL or "kubectl", "kustomize", str(folder)]
+@cache
+def rendered(overlay: str) -> list[Manifest]:
+    """What an overlay renders, with the settings under their plain name."""
+    command = [KUBECTL or "kubectl", "kustomize", str(FOLDER / "overlays" / overlay)]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return [one for one in yaml.safe_load_all(re.sub(rf"{SETTINGS}-\w+", SETTINGS, text)) if one]
 
 
 def named(manifests: list[Manifest]) -> dict[tuple[str, str], Manifest]:
     return {(one["kind"], one["metadata"]["name"]): one for one in manifests}
-
-
-@cache
-def render_once(overlay: str) -> list[Manifest]:
-    return render_folder(FOLDER / "overlays" / overlay)
-
-
-def rendered(overlay: str) -> list[Manifest]:
-    return deepcopy(render_once(overlay))
 
 
 def of_kind(manifests: list[Manifest], kind: str) -> list[Manifest]:

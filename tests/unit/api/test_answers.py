@@ -98,36 +98,30 @@ def test_a_template_that_thinks_otherwise_or_not_at_all() -> None:
 
 THINKING = REASONING_FORMATS["qwen3"]
 R1 = REASONING_FORMATS["deepseek_r1"]
-
-
-def test_every_cut_of_reasoning_says_the_same() -> None:
-    check(
+SO = Answer("It", "So")
+THOUGHT: list[tuple[Reading, Mapping[str, Answer]]] = [
+    (
         Reading(reasoning=THINKING),
         {
-            "<think>\nSo </thin. \n</think>\n\n It rains.\n": Answer(" It rains.\n".strip(" "), "So </thin."),
+            "<think>\nSo </thin. \n</think>\n\n It rains.\n": Answer("It rains.\n", "So </thin."),
             "<think></think>It": Answer("It"),
             "<think>\nSo": Answer("", "So"),
             " It rains. <think>So</think>": Answer(" It rains. <think>So</think>"),
             "<thin": Answer("<thin"),
         },
-    )
+    ),
+    *(
+        (Reading(reasoning=THINKING, prompt=prompt), {"\nSo\n</think>\nIt": SO, "So": Answer("", "So")})
+        for prompt in ("<think>\n", "</think> a <think>", "a <think> b </think><|assistant|><think>\n\n")
+    ),
+    (Reading(reasoning=R1), {"So</think>It": SO, "<think>So</think>It": SO}),  # the mark is not needed
+    (Reading(reasoning=R1, prompt="<think>\n</think>\n"), {"It": Answer("It")}),
+]
 
 
-@pytest.mark.parametrize(
-    "prompt", ["<think>\n", "</think> a <think>", "a <think> b </think><|assistant|><think>\n\n"]
-)
-def test_a_prompt_may_begin_thinking(prompt: str) -> None:
-    check(
-        Reading(reasoning=THINKING, prompt=prompt),
-        {"\nSo\n</think>\nIt": Answer("It", "So"), "So": Answer("", "So")},
-    )
-
-
-def test_some_models_begin_thinking_without_a_mark() -> None:
-    check(
-        Reading(reasoning=R1), {"So</think>It": Answer("It", "So"), "<think>So</think>It": Answer("It", "So")}
-    )
-    check(Reading(reasoning=R1, prompt="<think>\n</think>\n"), {"It": Answer("It")})
+@pytest.mark.parametrize(("reading", "golden"), THOUGHT)
+def test_every_cut_of_reasoning_says_the_same(reading: Reading, golden: Mapping[str, Answer]) -> None:
+    check(reading, golden)
 
 
 def test_a_format_has_vllms_names_and_another_one_is_refused_with_those_there_are() -> None:

@@ -35,14 +35,9 @@ PRIVATE = """
 PUBLIC = "8.8.8.8 93.184.216.34 2606:4700::1111 ::ffff:8.8.8.8 64:ff9b::808:808".split()
 
 
-@pytest.mark.parametrize("text", PRIVATE)
-def test_addresses_of_machines_networks_and_clouds_are_not_public(text: str) -> None:
-    assert not is_public(ipaddress.ip_address(text))
-
-
-@pytest.mark.parametrize("text", PUBLIC)
-def test_others_are_public(text: str) -> None:
-    assert is_public(ipaddress.ip_address(text))
+@pytest.mark.parametrize("text", [*PRIVATE, *PUBLIC])
+def test_addresses_of_machines_networks_and_clouds_are_not_public_and_others_are(text: str) -> None:
+    assert is_public(ipaddress.ip_address(text)) == (text in PUBLIC)
 
 
 @pytest.mark.parametrize(

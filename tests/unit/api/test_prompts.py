@@ -25,13 +25,11 @@ from api.prompts.chat_template import (
     ControlTexts,
     PlainCopy,
     Rendered,
-    control_texts,
     rendered_text,
 )
 from api.prompts.tokenizer import SHORT_BYTES, TextBudget
 from common import model_files
 from common.settings.settings import SettingError
-from tests.support.source_tree import ROOT
 from tests.support.tokenizer import IM_END, TOKENIZER, model_tokenizer
 from tests.support.waiting import wait_until
 
@@ -281,7 +279,7 @@ def test_the_guard_is_in_no_text_and_in_no_template() -> None:
     assert CONTROLS.guard_for(["<s>", "\\ue000"], "") == GUARDS[1]
     with pytest.raises(ApiError, match="private-use"):
         CONTROLS.guard_for(["<s>", "".join(GUARDS)], "")
-    assert ControlTexts().guard_for(["<s>"], "") is None
+    assert ControlTexts().guard_for(["<s>"], "") is CONTROLS.guard_for(["s>", "<"], "") is None
     assert ControlTexts(guards_all=True).guard_for(["a"], "") == GUARDS[0]
 
 
@@ -392,19 +390,6 @@ def test_a_client_cannot_write_an_alias() -> None:
     with pytest.raises(ApiError, match="private-use"):
         copy.aliased(Rendered(f"a{copy.aliases[IM_END]}", GUARD))
     assert len({*copy.aliases.values()}) == len(copy.aliases) == 17
-
-
-def test_ids_of_this_repository_s_texts_are_the_same() -> None:
-    """As messages in the model's own template: no text needs guards, and those of the copy are equal."""
-    controls, template = control_texts(TOKENIZER), model_tokenizer().chat_template
-    assert template is not None
-    for file in [*ROOT.glob("docs/*.md"), *ROOT.glob("api/prompts/*.py"), *ROOT.glob("api/page/*.*")]:
-        content = file.read_text()
-        messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "\n Yes. "}]
-        text = template.render(messages, True, {})
-        assert ids("bundled", text) == TOKENIZER.encode(text, add_special_tokens=False).ids
-        if not any(special in content for special in model_tokenizer().special_tokens):
-            assert controls.guard_for(messages, template.source) is None, file
 
 
 # --- tokenizer ----------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.sequence import Sequence
 from batcher.timeline import TimelineWriter, spans_of
 from common import tracing
-from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.events import Timeline, TimelineEvent
@@ -20,10 +19,10 @@ from common.messages.records import RECORD, pack_ids
 from common.messages.request import Generate, StoppingParams
 from common.metrics import catalogue
 from common.tracing import TraceSpan, ids_of, span_name
+from tests.support.broker_state import KEYS
 
 # --- timeline -----------------------------------------------------------------------------------------------
 
-KEYS = Keys("default")
 NOW_MS = 1_000_000
 
 

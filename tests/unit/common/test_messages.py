@@ -159,6 +159,9 @@ def test_a_message_is_read_back_unknown_fields_are_ignored_and_wrong_types_refus
 
 def test_bytes_of_a_message_never_change() -> None:
     assert encode(Cancel("r1", "client")) == b"\x83\xa1v\x01\xa2id\xa2r1\xa1w\xa6client"
+    assert encode(PoolAdapter("sql", "/s", "ab", READY, 8, "m", 5)) == (
+        b"\x89\xa1v\x01\xa1n\xa3sql\xa1p\xa2/s\xa1d\xa2ab\xa1s\xa5ready\xa1r\x08\xa1b\xa1m\xa1a\x05\xa1f\xa0"
+    )
     assert RECORD.pack(258, -0.5) == b"\x02\x01\0\0\0\0\0\xbf"
     assert unpack_ids(b"\xff\xff\xff\xff") == [-1]
 
@@ -426,15 +429,11 @@ async def test_changes_at_once_are_all_kept_and_what_another_program_wrote_is_no
     assert await redis.pttl(KEYS.adapters) > 0
 
 
-def test_the_bytes_of_the_messages() -> None:
-    adapter = PoolAdapter("sql", "/s", "ab", READY, 8, "m", 5)
-    assert encode(adapter) == (
-        b"\x89\xa1v\x01\xa1n\xa3sql\xa1p\xa2/s\xa1d\xa2ab\xa1s\xa5ready\xa1r\x08\xa1b\xa1m\xa1a\x05\xa1f\xa0"
-    )
+def test_names_and_states_of_adapters() -> None:
     held = HeldAdapters(["sql@1"], [("b@2", 7, "why")])
     assert decode(HeldAdapters, encode(held)) == held
-    assert (adapter.key, adapter_name(adapter.key), adapter_name("")) == ("sql@ab", "sql", "")
-    assert PoolAdapter("a", "b", "c").state == LOADING
+    assert (SQL.key, adapter_name(SQL.key), adapter_name("")) == (f"sql@{'a' * 16}", "sql", "")
+    assert SQL.state == LOADING
 
 
 # --- committed ----------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from redis.asyncio.client import Pipeline
 
 from api.admin.routes_fleet import read_totals, render_fleet
 from common import otlp, tracing
-from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from common.metrics import catalogue, exposition
 from common.metrics.catalogue import INFINITY, Histogram
@@ -27,9 +26,9 @@ from common.otlp import CLOSE_S, OtlpExporter
 from common.process import logs, startup
 from common.settings.settings import SettingError, Settings
 from common.tracing import SpanEvent, TraceSpan, derive_span, derive_trace_id, span_name
+from tests.support.broker_state import KEYS
 from tests.support.traces import Receiver, traceparent
 
-KEYS = Keys("default")
 DURATIONS = [
     f"tgi_request{part}_duration"
     for part in ("", "_validation", "_queue", "_inference", "_mean_time_per_token")

@@ -22,7 +22,6 @@ from redis.asyncio import Redis
 
 from batcher.lease import Lease
 from common.broker.heartbeat import Heartbeat
-from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from common.process import machine
 from common.process.launch import WEIGHTS_VARIABLE
@@ -44,6 +43,7 @@ from deploy.launcher.launcher import (
 from deploy.launcher.process import ENDS_FIRST, Restarts, SupervisedProcess, Template, family, memory_score
 from deploy.launcher.template import NICENESS
 from tests.support import brokers
+from tests.support.broker_state import KEYS
 from tests.support.engine import tiny_tokenizers
 from tests.support.source_tree import python_path
 from tests.support.waiting import wait_until, wait_until_sync
@@ -258,21 +258,14 @@ def test_the_command_to_try_has_a_proxys_address_and_the_header_of_a_key_but_not
 
 
 def test_the_first_restart_is_immediate_and_the_next_ones_wait_longer() -> None:
+    """A long life resets the pause."""
     restarts = Restarts()
     assert [restarts.pause_s(lived_s=0.0) for _ in range(8)] == [0, 0.5, 1, 2, 4, 8, 10, 10]
-
-
-def test_a_long_life_resets_the_pause() -> None:
-    restarts = Restarts()
-    for _ in range(6):
-        restarts.pause_s(lived_s=0.0)
     assert restarts.pause_s(lived_s=60.0) == 0
     assert [restarts.pause_s(lived_s=0.0) for _ in range(3)] == [0, 0.5, 1]
 
 
 # --- launcher deaths ----------------------------------------------------------------------------------------
-
-KEYS = Keys("default")
 
 
 @pytest.fixture
