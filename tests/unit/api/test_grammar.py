@@ -9,7 +9,6 @@ import ctypes
 import functools
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -144,9 +143,12 @@ async def test_white_space_between_the_tokens_of_json_is_bounded() -> None:
         assert {space: accepts(source, around % space) for space in spaces} == spaces, around
 
 
-def accepts(source: str, text: str) -> bool:
-    matcher = llguidance.LLMatcher(BYTES, source, log_level=0)
-    return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
+def accepts(source: str, given: str | list[int], known: llguidance.LLTokenizer = BYTES) -> bool:
+    """Whether a text, or these tokens, are all that a grammar wants."""
+    tokens = list(given.encode()) if isinstance(given, str) else given
+    matcher = llguidance.LLMatcher(known, source, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
 # --- json schema --------------------------------------------------------------------------------------------
@@ -190,13 +192,17 @@ ENDINGS = ('"', "}", "]", ")", "1", "true")
 MAX_TOKENS = 400
 
 
+@functools.cache
+def vocabulary() -> llguidance.LLTokenizer:
+    return llguidance.LLTokenizer(str(model_files.resolve("smollm2") / "tokenizer.json"))
+
+
 class Walker:
     """Walks through grammars with a model's tokens."""
 
-    def __init__(self, directory: Path, special_ids: Mapping[str, int]) -> None:
-        self.vocabulary = vocabulary(directory)
+    def __init__(self, special_ids: Mapping[str, int]) -> None:
         self.marks = {token: mark.encode() for mark, token in special_ids.items()}
-        encoded = [self.vocabulary.tokenize_str(text) for text in ENDINGS]
+        encoded = [vocabulary().tokenize_str(text) for text in ENDINGS]
         self.endings = np.array([*(ids[0] for ids in encoded if len(ids) == 1), *self.marks])
 
     def walk(self, source: str, seed: int, *marks: str) -> str:
@@ -204,44 +210,36 @@ class Walker:
         would not find them.
         """
         random = Random(seed)
-        matcher = llguidance.LLMatcher(self.vocabulary, source, log_level=0)
+        matcher = llguidance.LLMatcher(vocabulary(), source, log_level=0)
         assert not matcher.is_error(), matcher.get_error()
         tokens: list[int] = []
         while not matcher.is_stopped():
             assert len(tokens) < MAX_TOKENS, self.text(tokens)
-            ahead = (
-                self.vocabulary.tokenize_str(random.choice(marks)) if marks and random.random() < 0.2 else []
-            )
+            ahead = vocabulary().tokenize_str(random.choice(marks)) if marks and random.random() < 0.2 else []
             if not ahead or matcher.validate_tokens(ahead) < len(ahead):
                 ahead = [self.step(matcher, random)]
-            if ahead[0] == self.vocabulary.eos_token:
+            if ahead[0] == vocabulary().eos_token:
                 break
             assert matcher.consume_tokens(ahead), matcher.get_error()
             tokens += ahead
         return self.text(tokens)
 
     def step(self, matcher: llguidance.LLMatcher, random: Random) -> int:
-        mask = allocate_token_bitmask(1, self.vocabulary.vocab_size)
+        mask = allocate_token_bitmask(1, vocabulary().vocab_size)
         fill_next_token_bitmask(matcher, mask)
         allowed = np.unpackbits(mask[0].view(np.uint8), bitorder="little")
-        if allowed[self.vocabulary.eos_token] and random.random() < 0.5:
-            return self.vocabulary.eos_token
+        if allowed[vocabulary().eos_token] and random.random() < 0.5:
+            return vocabulary().eos_token
         endings = self.endings[allowed[self.endings] != 0]
         found = endings if len(endings) and random.random() < 0.5 else np.flatnonzero(allowed)
         assert len(found), matcher.get_error()
         return int(found[random.randrange(len(found))])
 
     def text(self, tokens: list[int]) -> str:
-        pieces = [self.marks.get(token) or self.vocabulary.decode_bytes([token]) for token in tokens]
+        pieces = [self.marks.get(token) or vocabulary().decode_bytes([token]) for token in tokens]
         return b"".join(pieces).decode(errors="replace")
 
 
-@functools.cache
-def vocabulary(directory: Path) -> llguidance.LLTokenizer:
-    return llguidance.LLTokenizer(str(directory / "tokenizer.json"))
-
-
-DIRECTORY = model_files.resolve("smollm2")
 WEATHER = Tool("weather", SCHEMA | {"required": ["city", "units", "days"]}, strict=True)
 TOOLS = (
     WEATHER,
@@ -269,7 +267,7 @@ def grammar(name: str, choice: Choice, ids: Mapping[str, int], tools: tuple[Tool
 def walk(name: str, choice: Choice, ids: Mapping[str, int], seed: int) -> Answer:
     form = CALL_FORMATS[name]
     marks = [mark for mark in (PARAMETER.end, PAIR.end) if mark not in ids]
-    text = Walker(DIRECTORY, ids).walk(grammar(name, choice, ids), seed, *marks)
+    text = Walker(ids).walk(grammar(name, choice, ids), seed, *marks)
     return Reading(form, tools=TOOLS).read(text)
 
 
@@ -299,8 +297,8 @@ def test_with_a_strict_function_text_is_free_and_calls_are_valid(name: str) -> N
 
 def accepts_after(source: str, text: str) -> bool:
     """Whether a text can begin so."""
-    tokens = vocabulary(DIRECTORY).tokenize_str(text)
-    matcher = llguidance.LLMatcher(vocabulary(DIRECTORY), source, log_level=0)
+    tokens = vocabulary().tokenize_str(text)
+    matcher = llguidance.LLMatcher(vocabulary(), source, log_level=0)
     return bool(matcher.try_consume_tokens(tokens) == len(tokens))
 
 
@@ -348,7 +346,7 @@ def test_arguments_are_an_object_whatever_their_schema_refers_to() -> None:
 def test_tgis_name_is_beside_the_arguments_of_any_schema(schema: Mapping[str, Any]) -> None:
     tool = Tool("f", schema, strict=True)
     for seed in range(2):
-        text = Walker(DIRECTORY, {}).walk(grammar("tgi", ONE, {}, (tool,)), seed)
+        text = Walker({}).walk(grammar("tgi", ONE, {}, (tool,)), seed)
         [(name, arguments)] = Reading(CALL_FORMATS["tgi"]).read(text).calls
         assert name == "f"
         jsonschema.validate(json.loads(arguments), schema)
@@ -398,7 +396,7 @@ def test_in_harmony_structured_output_is_the_final_message() -> None:
     form = CALL_FORMATS["openai"]
     ids = special_ids(*form.marks)
     for seed in range(2):
-        text = Walker(DIRECTORY, ids).walk(answer_source("", source, form, None, "", ids), seed)
+        text = Walker(ids).walk(answer_source("", source, form, None, "", ids), seed)
         assert isinstance(json.loads(Reading(form).read(text).content), dict)
 
 
@@ -598,16 +596,11 @@ def compile_format(form: Any) -> str:
     return compile_checked(grammar)
 
 
-def format_accepts(vocabulary: llguidance.LLTokenizer, source: str, tokens: list[int]) -> bool:
-    matcher = llguidance.LLMatcher(vocabulary, source, log_level=0)
-    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
-
-
 @pytest.mark.parametrize(("form", "right", "wrong"), ACCEPTED)
 def test_texts_of_a_format_and_others(form: dict[str, Any], right: list[str], wrong: list[str]) -> None:
     source = compile_format(form)
-    assert [text for text in right if not format_accepts(BYTES, source, list(text.encode()))] == []
-    assert [text for text in wrong if format_accepts(BYTES, source, list(text.encode()))] == []
+    assert [text for text in right if not accepts(source, text)] == []
+    assert [text for text in wrong if accepts(source, text)] == []
 
 
 def test_the_older_form_and_vllms_structured_outputs_mean_the_same() -> None:
@@ -630,7 +623,7 @@ def test_white_space_in_a_tags_json_is_as_asked_for() -> None:
     assert grammar is not None
     source = compile_checked(grammar)
     texts = ["<t>{\t\t}</t>", "<t>{ }</t>"]
-    assert [format_accepts(BYTES, source, list(one.encode())) for one in texts] == [True, False]
+    assert [accepts(source, one) for one in texts] == [True, False]
 
 
 async def test_tags_may_be_special_tokens() -> None:
@@ -640,14 +633,14 @@ async def test_tags_may_be_special_tokens() -> None:
     grammar = read_response_format({"type": "structural_tag", "format": form})
     assert grammar is not None
     path = str(model_files.resolve("smollm2") / "tokenizer.json")
-    vocabulary = llguidance.LLTokenizer(path, eos_token=0)
+    known = llguidance.LLTokenizer(path, eos_token=0)
     source = await compile_grammar(grammar, model_tokenizer())
-    number = [*vocabulary.tokenize_str("x=1"), *vocabulary.tokenize_str("2")]
-    hello = vocabulary.tokenize_str("hello")
-    assert format_accepts(vocabulary, source, [*hello, 1, *number, 2, *hello])
-    assert format_accepts(vocabulary, source, hello)
-    assert not format_accepts(vocabulary, source, [*hello, 1, *number])
-    assert not format_accepts(vocabulary, source, [*hello, 1, *hello])
+    number = [*known.tokenize_str("x=1"), *known.tokenize_str("2")]
+    hello = known.tokenize_str("hello")
+    assert accepts(source, [*hello, 1, *number, 2, *hello], known)
+    assert accepts(source, hello, known)
+    assert not accepts(source, [*hello, 1, *number], known)
+    assert not accepts(source, [*hello, 1, *hello], known)
 
 
 OTHERS = ("tags_with_separator", "qwen_xml_parameter", "token_dispatch", "x" * 999)

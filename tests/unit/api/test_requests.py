@@ -10,12 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import llguidance
 import pytest
 
 from api.answers.answer import Reading
 from api.errors import ApiError
-from api.grammar.compile import BYTES, COMPILED, Grammar
+from api.grammar.compile import COMPILED, Grammar
 from api.http.body import parse_body
 from api.http.openapi import json_schema
 from api.prompts.chat_template import ChatTemplate
@@ -47,6 +46,7 @@ from common.broker.pool_client import PoolClient
 from common.settings.settings import SettingError, Settings
 from tests.support.machine.clock import Clock
 from tests.support.tokenizer import model_tokenizer, tokenizer_with
+from tests.unit.api.test_grammar import accepts
 
 # --- chat prompt messages -----------------------------------------------------------------------------------
 
@@ -220,13 +220,7 @@ async def accepted(grammar: Grammar | None, choice: ToolChoice | None, reasoning
     if found is None:
         return texts
     assert found is not None and found.kind == COMPILED
-    return {text for text in texts if matches(found.text, text)}
-
-
-def matches(source: str, text: str) -> bool:
-    matcher = llguidance.LLMatcher(BYTES, source, log_level=0)
-    assert not matcher.is_error(), matcher.get_error()
-    return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
+    return {text for text in texts if accepts(found.text, text)}
 
 
 @pytest.mark.parametrize("grammar", [None, FORMAT])
@@ -260,8 +254,8 @@ async def test_an_object_with_the_properties_of_a_call_is_none(form: str) -> Non
         assert reading_beside(like_calls, choice, reading) == reading
     assert reading_beside(None, tools(), reading) == reading
     forced = await answer_grammar(like_calls, tools(), Reading(), model_tokenizer())
-    assert forced is not None and not matches(forced.text, CALL)
-    assert matches(forced.text, '{"name": "f", "parameters": {}}')
+    assert forced is not None and not accepts(forced.text, CALL)
+    assert accepts(forced.text, '{"name": "f", "parameters": {}}')
 
 
 # --- defaults -----------------------------------------------------------------------------------------------
