@@ -279,7 +279,7 @@ def test_the_guard_is_in_no_text_and_in_no_template() -> None:
     assert CONTROLS.guard_for(["<s>", "\\ue000"], "") == GUARDS[1]
     with pytest.raises(ApiError, match="private-use"):
         CONTROLS.guard_for(["<s>", "".join(GUARDS)], "")
-    assert ControlTexts().guard_for(["<s>"], "") is CONTROLS.guard_for(["s>", "<"], "") is None
+    assert ControlTexts().guard_for(["<s>"], "") is CONTROLS.guard_for(["a"], "") is None
     assert ControlTexts(guards_all=True).guard_for(["a"], "") == GUARDS[0]
 
 

@@ -1,5 +1,7 @@
 """The active batcher, turn by turn, against a real broker: lost replies, garbage, keys of another type.
 ActionQueue: scripts are sent at once, whatever replies are due, and nothing is done out of order.
+Recovery: what is committed is read, saved and resumed; every death counts once.
+AdapterKeeper: adapters that were unloaded go once no live request has them.
 Inbox: entries in order, handled in slices; how far a stream is done; when a time to live began.
 """
 
@@ -15,17 +17,35 @@ from redis.exceptions import ConnectionError, ResponseError
 
 from batcher import batcher_scripts, inbox, worker_registry
 from batcher.actions import ActionQueue, ScriptAction
-from batcher.housekeeping import Housekeeping
+from batcher.housekeeping import LINGER_S, LOAD_TIMEOUT_S, AdapterKeeper, Housekeeping
 from batcher.inbox import Inbox, StreamEntry
 from batcher.lease import Lease, WritesLost
 from batcher.loop import Batcher
+from batcher.scheduling.replica import WorkerLimits
+from batcher.scheduling.scheduler import Scheduler
+from batcher.scheduling.sequence import Sequence
+from common.adapter_registry import change_registry, read_registry
+from common.adapters import LEAVING, LOADING, READY, PoolAdapter
 from common.broker.keys import Keys, parse_stream_id
+from common.broker.lua import Reply, ScriptCall
 from common.broker.pool_client import PoolClient
 from common.messages.codec import decode, encode
 from common.messages.plan import Plan, Report, WorkerDied
+from common.messages.records import RECORD, unpack_records
 from common.metrics import catalogue
 from common.settings.settings import Settings
-from tests.support.broker_state import KEYS, admit, make_request, run_all, seal, start_worker
+from tests.support.broker_state import (
+    KEYS,
+    admit,
+    make_request,
+    make_tokens,
+    place,
+    run_all,
+    seal,
+    start_worker,
+    write_log,
+)
+from tests.support.fleet.simulated_pool import request
 
 
 @pytest.fixture
@@ -243,6 +263,157 @@ async def test_a_broker_that_has_lost_plans_it_had_taken_ends_the_epoch(
         await turns(batcher)
 
 
+# --- recovery ---------------------------------------------------------------------------------------------
+
+
+async def queued(redis: Redis, request_id: str) -> Sequence:
+    request = make_request(request_id)
+    entry_id = await admit(redis, request)
+    return Sequence(request, entry_id, 10**15)
+
+
+async def placed(redis: Redis, request_id: str, incarnation: str = "w1") -> Sequence:
+    """A request on a worker that has committed two tokens of it, of which one is spilled."""
+    sequence = await queued(redis, request_id)
+    await place(redis, request_id, incarnation)
+    await redis.set(KEYS.tokens(request_id), RECORD.pack(7, -1.0))
+    await write_log(redis, incarnation, make_tokens(request_id, 1, [8]))
+    return sequence
+
+
+async def test_a_request_whose_key_is_gone_has_ended(redis: Redis, batcher: Batcher) -> None:
+    sequence = await queued(redis, "r1")
+    await redis.delete(KEYS.request("r1"))
+    assert await batcher.recovery.resume([sequence]) == []
+
+
+async def test_sequences_change_only_after_everything_was_saved(redis: Redis, batcher: Batcher) -> None:
+    await start_worker(redis, "w1")
+    sequences = [await placed(redis, name) for name in ("r1", "r2")]
+    calls = 0
+
+    class LossyPool(PoolClient):
+        async def run(self, call: ScriptCall[Reply]) -> Reply:
+            """Lose the reply to the first call."""
+            nonlocal calls
+            calls += 1
+            answer = await super().run(call)
+            if calls == 1:
+                raise ConnectionError("away")
+            return answer
+
+    batcher.recovery.pool = LossyPool(redis, KEYS)
+    with pytest.raises(ConnectionError):
+        await batcher.recovery.resume(sequences)
+    assert [one.records for one in sequences] == [b""] * 2
+    assert await batcher.recovery.resume(sequences) == sequences
+    assert [one.base for one in sequences] == [2] * 2
+
+
+async def test_a_request_that_no_worker_held_resumes_with_its_string(redis: Redis, batcher: Batcher) -> None:
+    sequence = await queued(redis, "r1")
+    await place(redis, "r1", "", attempt=2)
+    await redis.set(KEYS.tokens("r1"), RECORD.pack(7, -1.0))
+    sequence.attempt = 2
+    await batcher.recovery.enqueue_unheld([sequence])
+    assert (sequence.base, sequence.attempt, sequence.waiting) == (1, 2, True)
+
+
+async def test_what_a_log_says_of_requests_that_the_worker_gave_up_is_saved(
+    redis: Redis, batcher: Batcher
+) -> None:
+    """Of one that runs elsewhere by now, from the tokens of its string, and of one that has ended nothing is
+    written.
+    """
+    await start_worker(redis, "w1")
+    for name in ("given up", "elsewhere", "ended"):
+        await placed(redis, name)
+    await place(redis, "given up", "", attempt=1)
+    await place(redis, "elsewhere", "w2", attempt=2, base=1)
+    await redis.hset(KEYS.request("ended"), "terminal", "length")  # type: ignore[misc]
+    await redis.delete(KEYS.tokens("ended"))
+    await batcher.workers.seal("w1")
+    await batcher.recovery.remove_worker("w1", [])
+    assert unpack_records(await redis.get(KEYS.tokens("given up")))[0] == [7, 8]
+    assert unpack_records(await redis.get(KEYS.tokens("elsewhere")))[0] == [7]
+    assert await redis.hget(KEYS.request("elsewhere"), "worker") == b"w2"  # type: ignore[misc]
+    assert await redis.exists(KEYS.tokens("ended")) == 0
+
+
+# --- adapters -----------------------------------------------------------------------------------------------
+
+SQL = PoolAdapter("sql", "/sql", "a" * 64)
+
+
+@pytest.fixture
+def keeper(redis: Redis) -> AdapterKeeper:
+    return AdapterKeeper(PoolClient(redis, KEYS))
+
+
+async def put(keeper: AdapterKeeper, state: str) -> None:
+    await change_registry(keeper.pool, lambda found: found.put(replace(SQL, state=state)))
+
+
+def scheduler(*adapters: str) -> Scheduler:
+    """Make one whose requests, which wait, have these adapters."""
+    made = Scheduler(WorkerLimits(), epoch=1)
+    for i, adapter in enumerate(adapters):
+        sequence = request(f"r{i}", 20, 4, i)
+        sequence.request = replace(sequence.request, adapter=adapter)
+        made.register(sequence)
+        made.enqueue(sequence)
+    return made
+
+
+def pass_time(keeper: AdapterKeeper, seconds: float) -> None:
+    since = keeper.waiting
+    since.since_s = {one: at_s - seconds for one, at_s in since.since_s.items()}
+
+
+async def keys(keeper: AdapterKeeper) -> list[str]:
+    return [*(await read_registry(keeper.pool)).adapters]
+
+
+async def test_an_unloaded_adapter_goes_once_nobody_has_used_it_for_a_while(keeper: AdapterKeeper) -> None:
+    await put(keeper, LEAVING)
+    assert await keeper.look(scheduler(SQL.key)) == []
+    pass_time(keeper, 10 * LINGER_S)
+    assert await keeper.look(scheduler(SQL.key)) == []
+    assert await keys(keeper) == [SQL.key], "a live request has it"
+    await keeper.look(scheduler())
+    assert await keys(keeper) == [SQL.key], "a gateway may not know yet"
+    pass_time(keeper, LINGER_S)
+    await keeper.look(scheduler())
+    assert await keys(keeper) == []
+
+
+async def test_an_adapter_whose_gateway_died_while_it_was_loaded_is_taken_back(keeper: AdapterKeeper) -> None:
+    await put(keeper, LOADING)
+    await keeper.look(scheduler())
+    pass_time(keeper, LOAD_TIMEOUT_S / 2)
+    await keeper.look(scheduler())
+    assert await keys(keeper) == [SQL.key]
+    pass_time(keeper, LOAD_TIMEOUT_S / 2)
+    await keeper.look(scheduler())
+    assert await keys(keeper) == []
+
+
+async def test_a_request_whose_adapter_no_worker_will_load_is_named(keeper: AdapterKeeper) -> None:
+    await put(keeper, READY)
+    assert await keeper.look(scheduler(SQL.key)) == []
+    await change_registry(keeper.pool, lambda found: found.with_failure(SQL, "it ended an engine"))
+    assert await keeper.look(scheduler(SQL.key, "")) == ["r0"]
+
+
+async def test_a_request_whose_adapter_is_gone_is_named(keeper: AdapterKeeper) -> None:
+    await put(keeper, READY)
+    assert await keeper.look(scheduler("", SQL.key, "other@1")) == ["r2"]
+
+
+async def test_nothing_is_lost_with_the_registry(keeper: AdapterKeeper) -> None:
+    assert await keeper.look(scheduler(SQL.key)) == [], "a gateway writes it again"
+
+
 # --- actions ------------------------------------------------------------------------------------------------
 
 
@@ -265,7 +436,7 @@ async def test_a_broker_that_has_forgotten_the_scripts_learns_them_again(redis: 
 # --- inbox --------------------------------------------------------------------------------------------------
 
 
-async def read(inbox: Inbox) -> None:
+async def fill(inbox: Inbox) -> None:
     inbox.read_ahead(50)
     await inbox.fill(waits=True)
 
@@ -274,17 +445,17 @@ async def test_entries_that_a_slice_leaves_come_with_the_next_and_are_not_done_b
     inbox = Inbox(redis)
     inbox.follow("s")
     ids = [(await redis.xadd("s", {"kind": str(number)})).decode() for number in range(3)]
-    await read(inbox)
+    await fill(inbox)
     await redis.xadd("s", {"kind": "later"})
     assert next(inbox.pop_entries(60.0)).data == b"0"
     assert list(inbox.pop_entries(0.0)) == [], "no time is left"
     assert inbox.done_id("s") == ids[1], "the next one"
-    await read(inbox)
+    await fill(inbox)
     assert [entry.data for entry in inbox.pop_entries(60.0)] == [b"1", b"2"], (
         "nothing is read before all is taken"
     )
     assert inbox.done_id("s") == ids[2]
-    await read(inbox)
+    await fill(inbox)
     assert [entry.data for entry in inbox.pop_entries(60.0)] == [b"later"]
     assert parse_stream_id(inbox.done_id("s")) > parse_stream_id(ids[2])
 
