@@ -76,7 +76,8 @@ async def test_a_hundred_posts_at_once_beside_many_jobs_get_exactly_ten_places(b
         refused = [answer for answer in answers if answer.status_code == 429]
         assert all(1 <= int(answer.headers["retry-after"]) <= 60 for answer in refused)
         for i in range(NUM_JOBS):
-            await wait_until(lambda i=i: redis.exists(keys.result(f"j{i}")))  # type: ignore[misc]
+            result = await wait_until(lambda i=i: redis.get(keys.result(f"j{i}")))  # type: ignore[misc]
+            assert "generated_text" in json.loads(result), "it has waited for room"
 
         async def everything_is_back() -> bool:
             return not await redis.exists(keys.places) and not await redis.xlen(keys.requests)
