@@ -103,14 +103,17 @@ class Snapshot(dict[bytes, bytes]):
             await pipe.execute()
 
 
-class RestorableBroker:
-    """A broker that can be killed, and started from an earlier copy of its append-only file."""
+class OneBroker:
+    """A broker that can be killed and started again, also from an earlier copy of its append-only file."""
 
     def __init__(self, broker: Broker, copy: Path) -> None:
         self.broker = broker
         self.files = broker.directory / "appendonlydir"
         self.copy = copy
-        self.process = brokers.start(broker)
+        self.start()
+
+    def start(self, *options: str) -> None:
+        self.process = brokers.start(self.broker, *options)
 
     def keep(self) -> None:
         """Copy the files as they are now; every answered write is in them."""
@@ -122,7 +125,7 @@ class RestorableBroker:
         self.kill()
         shutil.rmtree(self.files)
         shutil.copytree(self.copy, self.files)
-        self.process = brokers.start(self.broker, "--aof-load-truncated", "yes")
+        self.start("--aof-load-truncated", "yes")
 
     def kill(self) -> None:
         self.process.kill()
@@ -130,9 +133,9 @@ class RestorableBroker:
 
 
 @contextmanager
-def restorable() -> Iterator[RestorableBroker]:
+def restorable() -> Iterator[OneBroker]:
     with embedded() as broker, TemporaryDirectory() as copy:
-        restorable_broker = RestorableBroker(broker, Path(copy) / "kept")
+        restorable_broker = OneBroker(broker, Path(copy) / "kept")
         try:
             yield restorable_broker
         finally:

@@ -23,6 +23,7 @@ from batcher.process import serve
 from common.broker.keys import Keys
 from common.settings.settings import SettingError, Settings
 from deploy.launcher.embedded_broker import Broker
+from tests.integration.api.test_admin import Figures
 from tests.support.answers import tgi_error
 from tests.support.fleet.batchers import batcher, batching
 from tests.support.fleet.gateways import answering, serving, start_process
@@ -210,14 +211,10 @@ async def is_unhealthy(client: httpx.AsyncClient) -> bool:
     return await status_code(client) == 503
 
 
-async def batchers(client: httpx.AsyncClient) -> dict[str, float]:
-    """The gauge of batchers, by state."""
-    lines = (await client.get("/metrics")).text.splitlines()
-    return {
-        line.split('state="')[1].split('"')[0]: float(line.split()[-1])
-        for line in lines
-        if line.startswith("tokenfleet_batchers{")
-    }
+async def batchers(client: httpx.AsyncClient) -> list[float]:
+    """The gauge of batchers: active ones, and those that stand by."""
+    figures = await Figures(client).read()
+    return [figures[f'tokenfleet_batchers{{pool="default",state="{one}"}}'] for one in ("active", "standby")]
 
 
 async def health(client: httpx.AsyncClient, *workers: FakeWorker) -> dict[str, str]:
@@ -239,7 +236,7 @@ async def test_a_stopped_batcher_is_503_and_named_until_it_goes_on(broker: Broke
         assert tgi_error(refused) == (503, "healthcheck") and "no batcher is active yet" in refused.text
         with batcher(broker.url, WORKER_TTL_S="60") as process:
             await wait_until(lambda: is_healthy(client))
-            assert await batchers(client) == {"active": 1, "standby": 0}
+            assert await batchers(client) == [1, 0]
             missing = {"state": "warn", "text": "1 of 2 workers ready"}  # `serve` says how many there are
             assert await health(client, worker) == missing
             os.kill(process.pid, signal.SIGSTOP)
@@ -248,12 +245,12 @@ async def test_a_stopped_batcher_is_503_and_named_until_it_goes_on(broker: Broke
             refused = await client.get("/health")
             assert tgi_error(refused) == (503, "healthcheck")
             assert "no batcher is active: none has worked for" in refused.text
-            assert (await batchers(client))["active"] == 0
+            assert (await batchers(client))[0] == 0
             found = await health(client)
             assert found["state"] == "bad" and "none has worked for" in found["text"]
             os.kill(process.pid, signal.SIGCONT)
             await wait_until(lambda: is_healthy(client))
-            assert await batchers(client) == {"active": 1, "standby": 0}
+            assert await batchers(client) == [1, 0]
 
 
 async def test_a_batcher_whose_loop_hangs_keeps_the_lease_and_is_503(
@@ -278,7 +275,7 @@ async def test_a_batcher_whose_loop_hangs_keeps_the_lease_and_is_503(
         await wait_until(lambda: is_unhealthy(client))
         assert await redis.get(KEYS.batcher) == b"b0-1"
         assert "the active batcher b0-1 hangs" in (await client.get("/health")).text
-        assert (await batchers(client))["active"] == 0
+        assert (await batchers(client))[0] == 0
         turns.set()
         await wait_until(lambda: is_healthy(client))
         os.kill(os.getpid(), signal.SIGTERM)

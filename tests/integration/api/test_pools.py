@@ -4,7 +4,6 @@ and a request for a sleeping model waits until a worker wakes.
 
 import asyncio
 import contextlib
-import subprocess
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -22,9 +21,10 @@ from common.broker.keys import SLEEPER, Keys
 from common.broker.pool_client import PoolClient
 from common.messages.records import unpack_ids
 from common.messages.request import Generate
-from deploy.launcher.embedded_broker import Broker, embedded
+from deploy.launcher.embedded_broker import Broker
 from tests.support import brokers
 from tests.support.broker.listening import Announced, announced
+from tests.support.brokers import OneBroker
 from tests.support.fleet.batchers import batcher
 from tests.support.fleet.gateways import ready, serving
 from tests.support.fleet.modeless_worker import modeless_worker
@@ -36,28 +36,9 @@ STEP_S = 0.02
 NUM_TOKENS = 40
 
 
-@dataclass
-class OneBroker:
-    """A broker that can be killed and started again."""
-
-    broker: Broker
-    process: subprocess.Popen[bytes]
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def start(self) -> None:
-        self.process = brokers.start(self.broker)
-
-
 def one_broker() -> Iterator[OneBroker]:
-    with embedded() as broker:
-        one = OneBroker(broker, brokers.start(broker))
-        try:
-            yield one
-        finally:
-            one.kill()
+    with brokers.restorable() as one:
+        yield one
 
 
 own = pytest.fixture(one_broker, name="own")
