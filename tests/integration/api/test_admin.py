@@ -401,6 +401,12 @@ async def test_what_is_counted_is_what_answers_say(clients: Clients) -> None:
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
         assert total[name] == sum(one[name] for one in used)
     assert total["cached_tokens"] == sum(one["prompt_tokens_details"]["cached_tokens"] for one in used)
+    lines, labels = (
+        (await clients.get("/metrics")).text.splitlines(),
+        'model="m",pool="default",tenant="acme"',
+    )
+    for kind in ("prompt", "completion"):
+        assert f'tokenfleet_used_tokens_total{{kind="{kind}",{labels}}} {total[f"{kind}_tokens"]}.0' in lines
 
 
 async def test_a_client_that_hangs_up_or_asks_for_no_usage_is_counted(clients: Clients) -> None:
@@ -412,15 +418,6 @@ async def test_a_client_that_hangs_up_or_asks_for_no_usage_is_counted(clients: C
         return bool((await clients.report())["total"]["requests"] == 1)
 
     await wait_until(is_counted)
-
-
-async def test_prometheus_has_tokens_by_tenant_and_model(clients: Clients) -> None:
-    used = (await clients.ask("full")).json()["usage"]
-    lines = (await clients.get("/metrics")).text.splitlines()
-    labels = 'model="m",pool="default",tenant="acme"'
-    for kind in ("prompt", "completion"):
-        number = used[f"{kind}_tokens"]
-        assert f'tokenfleet_used_tokens_total{{kind="{kind}",{labels}}} {number}.0' in lines
 
 
 async def test_usage_is_grouped_and_filtered(clients: Clients) -> None:

@@ -60,9 +60,15 @@ class RawClient:
         self.writer = writer
 
     @classmethod
-    async def connect(cls, base_url: Any, address: str = "127.0.0.1") -> "RawClient":
-        place = (base_url.host, base_url.port)
-        return cls(*await asyncio.open_connection(*place, local_addr=(address, 0)))
+    async def connect(cls, base_url: Any, address: str = "127.0.0.1", deaf: bool = False) -> "RawClient":
+        """One that is `deaf` takes little before it is told to read."""
+        one = socket.socket()
+        if deaf:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL)
+        one.bind((address, 0))
+        one.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(one, (base_url.host, base_url.port))
+        return cls(*await asyncio.open_connection(sock=one, limit=SMALL if deaf else 2**16))
 
     async def send(self, *parts: bytes, ends: bool = False) -> "RawClient":
         self.writer.writelines(parts)
@@ -268,32 +274,13 @@ SMALL = 4096
 STREAM = "/generate_stream"
 
 
-def body(num_tokens: int = NUM_TOKENS) -> bytes:
-    parameters = {"max_new_tokens": num_tokens, "ignore_eos": True, "top_n_tokens": 5, "details": True}
-    return json.dumps({"inputs": "x", "parameters": parameters}).encode()
+def long_request(path: str, num_tokens: int = NUM_TOKENS) -> bytes:
+    return request(path, max_new_tokens=num_tokens, ignore_eos=True, top_n_tokens=5, details=True)
 
 
-class DeafClient:
-    """A client that sends a request and reads only when it is told to."""
-
-    def __init__(self, base_url: Any) -> None:
-        self.socket = socket.socket()
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL)
-        self.socket.connect((base_url.host, base_url.port))
-        self.socket.setblocking(False)
-
-    async def post(self, path: str, content: bytes) -> None:
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-        data = f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
-        await asyncio.get_running_loop().sock_sendall(self.socket, data)
-
-    async def read(self, num_bytes: int) -> bytes:
-        return await asyncio.get_running_loop().sock_recv(self.socket, num_bytes)
-
-
-async def deaf_clients(gateway: Gateway, base_url: Any, num_clients: int) -> list[DeafClient]:
+async def deaf_clients(gateway: Gateway, base_url: Any, num_clients: int) -> list[RawClient]:
     """Clients whose connections have small buffers on both sides."""
-    clients = [DeafClient(base_url) for _ in range(num_clients)]
+    clients = [await RawClient.connect(base_url, deaf=True) for _ in range(num_clients)]
     await wait_until(lambda: len(gateway.connections.open) == num_clients)
     for unread in gateway.connections.open:
         own = unread.transport.get_extra_info("socket")
@@ -323,7 +310,7 @@ async def test_a_client_that_reads_nothing_is_cut_off_and_its_request_cancelled(
     before = num_cut("timeout")
     async with answering(broker.url, answer) as (worker, gateway, client):
         [deaf] = await deaf_clients(gateway, client.base_url, 1)
-        await deaf.post(path, body(num_tokens))
+        await deaf.send(long_request(path, num_tokens))
         await wait_until(lambda: num_cut("timeout") == before + 1)
         assert not gateway.connections.open
         await nothing_left(gateway, worker)
@@ -344,19 +331,19 @@ async def test_a_client_that_reads_slowly_is_not_cut_off(
     ):
         [deaf] = await deaf_clients(gateway, client.base_url, 1)
         [unread] = gateway.connections.open
-        await deaf.post(STREAM, body())
+        await deaf.send(long_request(STREAM))
         await wait_until(lambda: worker.seen and not worker.live)
         content = b""
         for _ in range(5):
             taken = sse_module.bytes_taken(unread.transport)
             while sse_module.bytes_taken(unread.transport) == taken:
-                content += await deaf.read(SMALL)
+                content += await deaf.reader.read(SMALL)
             now_s += 1.0
             await gateway.connections.check_time()
         await wait_until(lambda: unread.num_bytes)
         assert unread in gateway.connections.open
         while b"generated_tokens" not in content:
-            new = await deaf.read(2**20)
+            new = await deaf.reader.read(2**20)
             assert new, "cut off"
             content += new
         assert content.count(b"\ndata: ") + 1 >= NUM_TOKENS
@@ -370,10 +357,10 @@ async def test_the_answer_that_waited_longest_goes_when_too_much_is_unread(
     async with answering(broker.url, Answer(WORD_IDS * 200)) as (worker, gateway, client):
         clients = await deaf_clients(gateway, client.base_url, 3)
         for deaf in clients:
-            await deaf.post(STREAM, body())
+            await deaf.send(long_request(STREAM))
         await wait_until(lambda: len(worker.seen) == 3 and not worker.live)
         await wait_until(lambda: num_cut("bytes") > before)
         await wait_until(lambda: held(gateway) <= limit)
         assert held(gateway) > 0, "not all of them are cut off"
         for deaf in clients:
-            deaf.socket.close()  # or the gateway would wait for them at its end
+            deaf.close()  # or the gateway would wait for them at its end

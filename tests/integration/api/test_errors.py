@@ -27,6 +27,7 @@ from api.protocols.openai_bodies import UNSUPPORTED, CompletionRequest
 from common.messages.events import Terminal, terminal_for
 from common.messages.request import Generate
 from deploy.launcher.embedded_broker import Broker
+from tests.integration.api.test_connections import RawClient
 from tests.integration.api.test_routes import document
 from tests.support import brokers
 from tests.support.answers import openai_error, tgi_error
@@ -84,10 +85,9 @@ async def test_unknown_routes_are_404_and_unknown_methods_405(broker: Broker) ->
 )
 async def test_requests_that_are_not_http_get_400(broker: Broker, garbage: bytes) -> None:
     async with serving(broker.url) as (_, client):
-        reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
-        writer.write(garbage)
-        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-        writer.close()
+        raw = await (await RawClient.connect(client.base_url)).send(garbage)
+        head, _, body = (await raw.rest()).partition(b"\r\n\r\n")
+        raw.close()
     assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n") and b"x-request-id: " in head
     assert json.loads(body) == {"error": "Invalid HTTP request received.", "error_type": "bad_request"}
 
