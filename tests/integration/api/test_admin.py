@@ -401,10 +401,8 @@ async def test_what_is_counted_is_what_answers_say(clients: Clients) -> None:
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
         assert total[name] == sum(one[name] for one in used)
     assert total["cached_tokens"] == sum(one["prompt_tokens_details"]["cached_tokens"] for one in used)
-    lines, labels = (
-        (await clients.get("/metrics")).text.splitlines(),
-        'model="m",pool="default",tenant="acme"',
-    )
+    lines = (await clients.get("/metrics")).text.splitlines()
+    labels = 'model="m",pool="default",tenant="acme"'
     for kind in ("prompt", "completion"):
         assert f'tokenfleet_used_tokens_total{{kind="{kind}",{labels}}} {total[f"{kind}_tokens"]}.0' in lines
 
