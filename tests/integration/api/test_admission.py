@@ -28,7 +28,7 @@ from common.broker.keys import Keys
 from common.messages.request import Generate
 from deploy.launcher.embedded_broker import Broker
 from tests.support import brokers
-from tests.support.answers import tgi_error
+from tests.support.answers import CHAT, tgi_error
 from tests.support.broker.listening import announced
 from tests.support.fleet.batchers import batcher, batching
 from tests.support.fleet.gateways import answering, nothing_left, ready, serving
@@ -559,9 +559,6 @@ async def test_a_pool_whose_worker_still_loads_is_asked_for_again_later(broker: 
     assert response.headers["retry-after"] == named.headers["retry-after"] == str(LOADING_S)
     assert response.json()["error"]["code"] == "unavailable"
     assert "the worker of pool b still loads its model" in named.json()["error"]
-
-
-CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 
 
 async def test_fields_of_openai_and_vllm_count_and_headers_come_before_them(broker: Broker) -> None:

@@ -28,9 +28,9 @@ from common.messages.events import Terminal, terminal_for
 from common.messages.request import Generate
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_connections import RawClient
-from tests.integration.api.test_routes import document
+from tests.integration.api.test_routes import LONG, document
 from tests.support import brokers
-from tests.support.answers import openai_error, tgi_error
+from tests.support.answers import CHAT, openai_error, tgi_error
 from tests.support.fleet.batchers import batching
 from tests.support.fleet.gateways import answering, ready, serving
 from tests.support.fleet.scripted_worker import Answer, working
@@ -283,7 +283,6 @@ def test_every_route_is_as_described(
 
 # --- fields and texts ---------------------------------------------------------------------------------------
 
-CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 PROMPT: dict[str, Any] = {"prompt": "Hi"}
 
 
@@ -391,9 +390,6 @@ async def test_the_error_for_a_long_prompt_has_the_code_and_the_sentence_that_cl
 
 # --- text limits --------------------------------------------------------------------------------------------
 
-LONG = "a " * 150_000
-"""A text that is longer than the scripted worker's limit (1023 tokens), whatever its tokens are."""
-
 
 async def test_a_long_text_that_is_truncated_is_served(broker: Broker) -> None:
     async with answering(broker.url, Answer([11])) as (worker, _, short_client):
@@ -437,8 +433,6 @@ async def test_every_route_that_tokenizes_waits_for_room(
 
 MANY_X = "x" * 300_000
 HUGE = 10**4000
-MESSAGES = [{"role": "user", "content": "a"}]
-CHAT_OF = {"messages": MESSAGES}
 LONG_FUNCTION = {"name": "f", "parameters": {"type": "object"}}
 
 
@@ -447,23 +441,23 @@ def tool(**function: Any) -> dict[str, Any]:
 
 
 BODIES: list[tuple[str, dict[str, Any]]] = [
-    ("/v1/chat/completions", CHAT_OF | {"model": MANY_X}),
+    ("/v1/chat/completions", CHAT | {"model": MANY_X}),
     ("/v1/chat/completions", {"messages": [{"role": MANY_X, "content": "a"}]}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": MANY_X}]}]}),
-    ("/v1/chat/completions", CHAT_OF | {"tools": [tool(name=MANY_X)]}),
-    ("/v1/chat/completions", CHAT_OF | {"tools": [tool(parameters={"type": MANY_X})]}),
-    ("/v1/chat/completions", CHAT_OF | {"tools": [tool()], "tool_choice": MANY_X}),
-    ("/v1/chat/completions", CHAT_OF | {"service_tier": MANY_X}),
-    ("/v1/chat/completions", CHAT_OF | {"logit_bias": {MANY_X: 1}}),
-    ("/v1/chat/completions", CHAT_OF | {"response_format": {"type": MANY_X}}),
-    ("/v1/chat/completions", CHAT_OF | {"max_tokens": HUGE, "seed": HUGE}),
+    ("/v1/chat/completions", CHAT | {"tools": [tool(name=MANY_X)]}),
+    ("/v1/chat/completions", CHAT | {"tools": [tool(parameters={"type": MANY_X})]}),
+    ("/v1/chat/completions", CHAT | {"tools": [tool()], "tool_choice": MANY_X}),
+    ("/v1/chat/completions", CHAT | {"service_tier": MANY_X}),
+    ("/v1/chat/completions", CHAT | {"logit_bias": {MANY_X: 1}}),
+    ("/v1/chat/completions", CHAT | {"response_format": {"type": MANY_X}}),
+    ("/v1/chat/completions", CHAT | {"max_tokens": HUGE, "seed": HUGE}),
     ("/v1/completions", {"prompt": [HUGE]}),
     ("/v1/responses", {"input": [{"type": MANY_X}]}),
     ("/v1/responses", {"input": "a", "previous_response_id": MANY_X}),
     ("/v1/responses", {"input": "a", "text": {"format": {"type": MANY_X}}}),
     ("/generate", {"inputs": "a", "parameters": {"truncate": HUGE}}),
     ("/generate", {"inputs": "a", "parameters": {"logit_bias": {MANY_X: 1}}}),
-    ("/vertex", {"instances": [CHAT_OF | {"model": MANY_X}]}),
+    ("/vertex", {"instances": [CHAT | {"model": MANY_X}]}),
     ("/detokenize", {"tokens": [HUGE]}),
 ]
 HEADS: list[tuple[str, str, dict[str, str]]] = [
@@ -476,20 +470,14 @@ HEADS: list[tuple[str, str, dict[str, str]]] = [
 ]
 
 
-@pytest.fixture
-async def short_client(broker: Broker) -> AsyncIterator[httpx.AsyncClient]:
-    async with answering(broker.url, Answer([11])) as (_, _, short_client):
-        yield short_client
-
-
 def check_short(refused: httpx.Response) -> None:
     assert 400 <= refused.status_code < 500, refused.text[:1000]
     assert len(refused.text) < 1500, refused.text[:1500]
     assert max(map(len, re.findall("x+|[0-9]+", refused.text)), default=0) <= 200
 
 
-async def test_of_a_long_value_the_error_has_the_beginning(short_client: httpx.AsyncClient) -> None:
+async def test_of_a_long_value_the_error_has_the_beginning(client: httpx.AsyncClient) -> None:
     for path, body in BODIES:
-        check_short(await short_client.post(path, json=body))
+        check_short(await client.post(path, json=body))
     for method, path, headers in HEADS:
-        check_short(await short_client.request(method, path, json={"inputs": "a"}, headers=headers))
+        check_short(await client.request(method, path, json={"inputs": "a"}, headers=headers))

@@ -12,6 +12,7 @@ import pytest
 from api.errors import anthropic, invalid, openai, tgi
 from api.protocols.table import protocol_at
 from deploy.launcher.embedded_broker import Broker
+from tests.support.answers import CHAT as ONE_TURN
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.tokenizer import IM_END, ids, model_tokenizer
@@ -260,7 +261,6 @@ STREAM: Rows = [
     ({"decoder_input_details": True}, "decoder_input_details", "must be false when tokens are streamed"),
 ]
 GOOD = {"inputs": "a"}
-TURN: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 HOOK = {"url": "https://example.org/", "secret": "whsec_" + "A" * 32}
 
 
@@ -277,8 +277,8 @@ VERTEX: Rows = [
     (of(GOOD | {"parameters": {"return_context_logits": True}}), "", "is not a field of this route"),
     (of(GOOD | {"resume_s": 5}), "instances[0]", "`resume_s` needs a stream"),
     (of(GOOD | {"webhook": HOOK}), "webhook", "stands beside `instances`"),
-    (of(TURN | {"stream": True}), "instances[0]", "`stream` must be false"),
-    (of(TURN | {"beam_width": 2, "n": 2}), "instances[0]", "`n` must be 1"),
+    (of(ONE_TURN | {"stream": True}), "instances[0]", "`stream` must be false"),
+    (of(ONE_TURN | {"beam_width": 2, "n": 2}), "instances[0]", "`n` must be 1"),
 ]
 
 
@@ -308,10 +308,10 @@ INFER: Rows = [
     (tensor("one") | {"outputs": BINARY}, "outputs[0].parameters.binary_data", "must be false"),
 ]
 REFUSED: dict[str, tuple[dict[str, Any], Rows]] = {
-    "/v1/chat/completions": (TURN, CHAT),
+    "/v1/chat/completions": (ONE_TURN, CHAT),
     "/v1/completions": ({"prompt": "Hi"}, COMPLETIONS),
     "/v1/responses": ({"input": "Hi"}, RESPONSES),
-    "/v1/messages": (TURN | {"max_tokens": 9}, MESSAGES),
+    "/v1/messages": (ONE_TURN | {"max_tokens": 9}, MESSAGES),
     "/generate": (GOOD, GENERATE),
     "/generate_stream": (GOOD, STREAM),
     "/": (GOOD | {"stream": True}, STREAM),

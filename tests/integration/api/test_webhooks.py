@@ -25,7 +25,7 @@ from tests.integration.api.test_responses import TOOLS
 from tests.support.answers import BODY, PATH
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
-from tests.support.jobs import CHAT, KEYS, answer, running_gateway
+from tests.support.jobs import CHAT, KEYS, Service, answer, running_gateway
 from tests.support.keys.issued import add_key, bearer
 from tests.support.tokenizer import TOKENIZER, ids
 from tests.support.waiting import wait_until
@@ -250,10 +250,6 @@ async def submit(redis: Redis, receiver: Receiver, job_id: str, **job: Any) -> N
     await redis.xadd(KEYS.submit, {"job": json.dumps({"id": job_id, "webhook": receiver.hook()} | job)})
 
 
-async def result(redis: Redis, job_id: str) -> Any:
-    return json.loads(await wait_until(lambda: redis.get(KEYS.result(job_id))))
-
-
 async def test_each_end_of_a_job_is_told_once(redis: Redis, worker: FakeWorker, receiver: Receiver) -> None:
     await redis.xadd(KEYS.submit, {"cancel": "cancelled"})
     await submit(redis, receiver, "prompt", inputs="Count.")
@@ -283,8 +279,8 @@ async def test_a_webhook_at_fault_is_the_fault_of_its_job(
 ) -> None:
     await submit(redis, receiver, "http", inputs="Count.", webhook=receiver.hook(url="http://example.org"))
     await submit(redis, receiver, "extra", inputs="Count.", webhook=receiver.hook(secrett="a"))
-    assert "`webhook.url` must begin with https:" in (await result(redis, "http"))["error"]
-    assert "`webhook.secrett`" in (await result(redis, "extra"))["error"]
+    assert "`webhook.url` must begin with https:" in (await Service(redis).result("http"))["error"]
+    assert "`webhook.secrett`" in (await Service(redis).result("extra"))["error"]
     assert not receiver.deliveries and not worker.seen
 
 

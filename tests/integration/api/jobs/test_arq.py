@@ -15,29 +15,23 @@ from arq.connections import ArqRedis, RedisSettings
 from arq.jobs import Job, JobStatus, SerializationError
 
 from api.jobs import arq_worker
-from common.broker.keys import Keys
-from common.messages.request import Generate
 from deploy.launcher.embedded_broker import Broker
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.jobs import (
     CHAT,
     IDS,
+    KEYS,
     QUEUE,
     TEXT,
+    answer,
     arq_client,
     enqueue,
     killed_gateway,
     result,
     running_gateway,
 )
-from tests.support.tokenizer import TOKENIZER, model_tokenizer
+from tests.support.tokenizer import model_tokenizer
 from tests.support.waiting import wait_for, wait_until
-
-KEYS = Keys("default")
-
-
-def answer(request: Generate) -> Answer:
-    return Answer(IDS)
 
 
 @pytest.fixture
@@ -222,19 +216,7 @@ async def test_many_jobs_wait_concurrently(client: ArqRedis, worker: FakeWorker,
 WAIT_S = 0.3
 
 
-@pytest.fixture
-async def scheduling_worker(broker: Broker) -> AsyncIterator[FakeWorker]:
-    """A fleet that answers arq's jobs."""
-    async with (
-        working(broker.url, TOKENIZER, lambda _: Answer(IDS)) as fake,
-        running_gateway(broker.url),
-    ):
-        yield fake
-
-
-async def test_deferred_jobs_run_at_their_time_and_not_before(
-    client: ArqRedis, scheduling_worker: FakeWorker
-) -> None:
+async def test_deferred_jobs_run_at_their_time_and_not_before(client: ArqRedis, worker: FakeWorker) -> None:
     due_s = time.time() + WAIT_S
     at = await enqueue(client, "generate", "Count.", _defer_until=datetime.fromtimestamp(due_s, UTC))
     after = await enqueue(client, "generate", "Count.", _defer_by=WAIT_S)
@@ -242,4 +224,4 @@ async def test_deferred_jobs_run_at_their_time_and_not_before(
         assert (await result(job))["generated_text"] == TEXT
         info = await job.result_info()
         assert info is not None and info.start_time.timestamp() >= due_s - 0.001
-    assert len(scheduling_worker.seen) == 2
+    assert len(worker.seen) == 2
