@@ -470,12 +470,7 @@ async def test_a_key_at_its_budget_is_refused_until_the_next_month(clients: Clie
 
 # --- access log ---------------------------------------------------------------------------------------------
 
-LOGGED_IDS = ids(" the sea is so blue")
 SECRET = "The sky over Zanzibar"
-
-
-def logged(request: Generate) -> Answer:
-    return Answer(LOGGED_IDS, error="" if request.stopping.max_new_tokens != 13 else "forward")
 
 
 def told(**parameters: Any) -> dict[str, Any]:
@@ -516,7 +511,7 @@ class Lines:
 async def test_an_answer_has_one_line_with_tokens_times_and_the_reason(
     broker: Broker, lines: Lines, path: str
 ) -> None:
-    async with answering(broker.url, logged) as (worker, _, client):
+    async with answering(broker.url, scripted) as (worker, _, client):
         response = await client.post(
             f"{path}?x=%5Bsecret%5D", json=told(max_new_tokens=3), headers={"x-tenant": "alice"}
         )
@@ -562,7 +557,7 @@ async def test_a_refusal_has_a_line_with_its_reason(
     route: str,
     reason: str,
 ) -> None:
-    async with answering(broker.url, logged, api_key="right") as (_, _, client):
+    async with answering(broker.url, scripted, api_key="right") as (_, _, client):
         await client.post(path, json=sent, headers={"authorization": "Bearer right"} | headers)
         found = await lines.one()
     assert (found["status"], found["route"], found["reason"]) == (status, route, reason)
@@ -572,7 +567,7 @@ async def test_a_refusal_has_a_line_with_its_reason(
 
 
 async def test_a_client_that_leaves_has_a_line_that_says_so(broker: Broker, lines: Lines) -> None:
-    async with answering(broker.url, Answer(LOGGED_IDS, ends=False)) as (worker, gateway, client):
+    async with answering(broker.url, Answer(IDS, ends=False)) as (worker, gateway, client):
         async with client.stream("POST", "/generate_stream", json=told()) as response:
             async for _ in response.aiter_raw():
                 break
@@ -583,7 +578,7 @@ async def test_a_client_that_leaves_has_a_line_that_says_so(broker: Broker, line
 
 async def test_probes_metrics_and_the_page_have_no_line(broker: Broker, lines: Lines) -> None:
     """Whoever waits for a fleet asks ten times a second."""
-    async with answering(broker.url, logged) as (_, _, client):
+    async with answering(broker.url, scripted) as (_, _, client):
         for path in (*middleware.POLLED, "/page/page.js"):
             assert (await client.get(path)).status_code in (200, 503)
         await client.get("/v1/models")
@@ -591,7 +586,7 @@ async def test_probes_metrics_and_the_page_have_no_line(broker: Broker, lines: L
 
 
 async def test_a_job_has_a_line(broker: Broker, lines: Lines) -> None:
-    async with answering(broker.url, logged) as (worker, _, _):
+    async with answering(broker.url, scripted) as (worker, _, _):
         job = {"id": "j1", "inputs": SECRET, "parameters": {"max_new_tokens": 3}}
         await worker.redis.xadd(KEYS.submit, {"job": json.dumps(job)})
         found = await lines.one()
@@ -600,7 +595,7 @@ async def test_a_job_has_a_line(broker: Broker, lines: Lines) -> None:
 
 
 async def test_lines_beyond_the_rate_are_counted_in_one(broker: Broker, lines: Lines) -> None:
-    async with answering(broker.url, logged, access_log_rate=2) as (_, gateway, client):
+    async with answering(broker.url, scripted, access_log_rate=2) as (_, gateway, client):
         for _ in range(5):
             await client.get("/v1/models")
         await wait_until(lambda: gateway.access.num_left_out == 3)
@@ -617,7 +612,7 @@ async def test_load_counts_requests_for_tokens_until_their_last_byte(broker: Bro
         assert [*found] == ["server_load"]
         return found["server_load"]
 
-    async with answering(broker.url, logged) as (worker, _, client):
+    async with answering(broker.url, scripted) as (worker, _, client):
         assert await load(client) == 0
         await worker.pause()
         async with client.stream("POST", "/generate_stream", json=told()) as first:
@@ -630,7 +625,7 @@ async def test_load_counts_requests_for_tokens_until_their_last_byte(broker: Bro
 
 
 async def test_a_refused_action_has_a_line(broker: Broker, lines: Lines) -> None:
-    async with answering(broker.url, logged, demo=False) as (_, _, client):
+    async with answering(broker.url, scripted, demo=False) as (_, _, client):
         await client.post("/fleet/processes/w0/kill")
         found = await lines.one()
     assert found["status"] == 403 and found["reason"] == "forbidden" and found["client"] == "127.0.0.1"

@@ -14,7 +14,7 @@ from openai import AsyncOpenAI
 from common.messages.records import unpack_ids
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_chat import ARGUMENTS, CALLS, HERMES, PARAMETERS
-from tests.integration.api.test_resume import two_gateways
+from tests.integration.api.test_resume import LONG, two_gateways
 from tests.support.answers import BODY, PATH, check_response, read_events, streamed, text_of
 from tests.support.fleet.gateways import answering, nothing_left
 from tests.support.fleet.scripted_worker import Answer
@@ -98,7 +98,6 @@ async def test_unknown_responses_are_not_found(broker: Broker, path: str) -> Non
 
 
 STORED_ANSWER = Answer(ids(" one two é🙂 three"))
-LONG = Answer(ids(" one two é🙂 three four five" * 8))
 BACKGROUND = BODY | {"background": True}
 
 
