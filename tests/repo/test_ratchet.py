@@ -18,7 +18,7 @@ MOST = {  # statements, lines
     "gpu_worker": (10_869, 20_738),
     "common": (3_730, 7_452),
     "deploy": (2_497, 4_325),
-    "tests": (30_405, 53_006),
+    "tests": (30_383, 52_963),
     "benchmarks": (2_046, 3_420),
 }
 MOST_WORDS_OF_DOCS = 21_822
