@@ -165,7 +165,7 @@ class ScoredPrompt:
 
     def __init__(self, request: Generate, ids: Sequence[int]) -> None:
         self.ids = ids
-        self.width = request.prompt_width
+        self.width = 1 + (request.prompt_logprobs or 0)
         self.is_missing = request.prompt_logprobs is not None
         self.records: bytes | None = None
         self.num_cached = 0

@@ -333,11 +333,6 @@ class Generate:
         """Records of one token: its own, then one for each of the likeliest tokens."""
         return 1 + self.top_n_tokens
 
-    @property
-    def prompt_width(self) -> int:
-        """Records of one token of the prompt."""
-        return 1 + (self.prompt_logprobs or 0)
-
 
 @dataclass(frozen=True, slots=True)
 class Cancel:

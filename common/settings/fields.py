@@ -425,6 +425,8 @@ class SettingFields(BaseModel):
     """KV cache of a worker, as 512MiB (default: 1GiB on CPU, what is free on CUDA)"""
     kv_cache_dtype: KVCacheDtype = "auto"
     """auto (DTYPE), fp8_e4m3 (fp8) or fp8_e5m2"""
+    int8_activations: bool = False
+    """on a CPU, round rows to 8 bits for weights in blocks: faster, not exact"""
     block_size: Count | None = None
     """tokens of one KV block (default: 16 on CPU, 64 on CUDA)"""
     cuda_memory_fraction: Annotated[float, Field(ge=0.01, le=1)] = 1.0

@@ -140,11 +140,6 @@ def pack_samples(samples: StepSamples) -> bytes:
     return data
 
 
-def unpack_sent_samples(data: bytes) -> StepSamples:
-    """Unpack what another rank sampled: named tuples are lists."""
-    return StepSamples(*msgpack.unpackb(data, strict_map_key=False))
-
-
 def not_sampled() -> StepSamples:
     raise RuntimeError("the sampling of the step is not launched")
 
@@ -507,7 +502,9 @@ class Engine:
         communicator, slices = self.communicator, launched.slices
         if communicator.num_stages > 1 and not communicator.samples:
             expected = communicator.expect_bytes(communicator.sampler, SAMPLES)
-            return replace(launched, read=lambda: unpack_sent_samples(expected()))
+            return replace(
+                launched, read=lambda: StepSamples(*msgpack.unpackb(expected(), strict_map_key=False))
+            )
         logits = launched.logits
         requests, sampled = sample_requests(slices), select_sample_logits(logits, slices)
         if communicator.samples:

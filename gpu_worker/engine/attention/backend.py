@@ -331,15 +331,12 @@ def latent_class(own: type[Any]) -> type[Any]:
     """A class of attention modules that expand no latents. One for all layers: a function of each instance
     would be compiled for each.
     """
-    changes = {"expand_kv": keep_latent, "keeps_latents": True, "__module__": own.__module__}
+    changes = {
+        "expand_kv": lambda module, latent, rotary: (rotary, latent),  # they stand for K and V
+        "keeps_latents": True,
+        "__module__": own.__module__,
+    }
     return type(own.__name__, (own,), changes)
-
-
-def keep_latent(module: Any, latent: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """latent [1, 1, tokens, rank], rotary [1, 1, tokens, rotary_dim] of the model's dtype → what stands for K
-    and for V.
-    """
-    return rotary, latent
 
 
 NAME = "tokenfleet"

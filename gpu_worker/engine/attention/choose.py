@@ -169,7 +169,8 @@ def check_probe(
     """
     attending = attending_layers(model.config.get_text_config(), part)
     counts = ["get_seq_length" in inspect.unwrap(type(one).forward).__code__.co_names for one in layers]
-    windows = cached_windows(model.config)
+    cached = DynamicCache(config=model.config).layers  # those with K and V of their own
+    windows = [getattr(layer, "sliding_window", None) for layer in cached]
     others = [
         f"its cache has a window of {window} tokens and its mask {layer.spec.window or 'none'}"
         for layer, window in zip(
@@ -195,13 +196,6 @@ def attending_layers(config: Any, part: slice) -> list[int]:
     types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
     numbers = range(config.num_hidden_layers)[part]
     return [number for number in numbers if types[number] not in WITHOUT_ATTENTION]
-
-
-def cached_windows(config: Any) -> list[int | None]:
-    """How many tokens transformers keeps while it generates, for each layer with K and V of its own; None
-    where it keeps all.
-    """
-    return [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]
 
 
 def poison_first_token(embedding: Any, ids: Any, output: torch.Tensor) -> torch.Tensor:

@@ -111,7 +111,10 @@ class CpuPagedBackend(AttentionBackend):
         query = with_dense_heads(query)
         key = with_dense_heads(key)
         value = with_dense_heads(value)
-        heads = (byref(heads_of(tensor)) for tensor in (query, key, value))
+        heads = (
+            byref(native.structs["Heads"](one.data_ptr(), one.stride(2), one.stride(1)))
+            for one in (query, key, value)
+        )
         self.library.tf_attend(self.dtype, self.step, byref(cache), *heads, output.data_ptr())
         return output
 
@@ -119,11 +122,6 @@ class CpuPagedBackend(AttentionBackend):
 def with_dense_heads(tensor: torch.Tensor) -> torch.Tensor:
     """[1, heads, tokens, dim] of any dtype → the same, the numbers of a head next to each other"""
     return tensor if tensor.stride(3) == 1 else tensor.contiguous()
-
-
-def heads_of(tensor: torch.Tensor) -> ctypes.Structure:
-    """[1, heads, tokens, dim] of any dtype, dense heads"""
-    return native.structs["Heads"](tensor.data_ptr(), tensor.stride(2), tensor.stride(1))
 
 
 def pages_of(module: Any) -> ctypes.Structure:

@@ -16,13 +16,6 @@ they make the step much longer.
 """
 
 
-def even_part(waiting: int, most: int) -> int:
-    """Return the tokens of the next step, at most `most`: `waiting` tokens take as few steps as they can, and
-    equal ones, so that the longest of them is as short as it can be.
-    """
-    return -(-waiting // max(1, -(-waiting // most)))
-
-
 def is_bulk(class_index: int) -> bool:
     return class_index >= LEAST_URGENT
 
@@ -89,7 +82,8 @@ class PrefillBudget:
             return StepBudget(most, 0, bulk_decodes=num_bulk * TOKENS_PER_BULK_ROW <= callers)
         if grant.bulk_tokens:
             pace = 0 if callers else round(BULK_SHARE * self.bulk_pace)
-            bulk = even_part(bulk, max(grant.bulk_tokens, pace))
+            num_steps = max(1, -(-bulk // max(grant.bulk_tokens, pace)))
+            bulk = -(-bulk // num_steps)  # steps as equal as they can be: the longest is as short
         self.note_bulk(min(bulk, most))
         return StepBudget(most, min(bulk, most) if grant.bulk_tokens else most)
 

@@ -7,7 +7,7 @@ hidden] of the weights' dtype, logits [tokens, vocabulary].
 """
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -118,8 +118,8 @@ class FusedLayers:
     def of(cls, layer: Any, arguments: CpuPagedBackend, rotary: int) -> "FusedLayers":
         """One layer. `rotary`: numbers of a head that are rotated."""
         attention, mlp = layer.self_attn, layer.mlp
-        linears = [getattr(attention, f"{name}_proj").struct for name in "qkvo"]
-        linears += [getattr(mlp, f"{name}_proj").struct for name in ("gate", "up", "down")]
+        linears = [getattr(attention, f"{name}_proj") for name in "qkvo"]
+        linears += [getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")]
         modules = (
             layer.input_layernorm,
             layer.post_attention_layernorm,
@@ -133,7 +133,10 @@ class FusedLayers:
             for module, weight in zip(modules, weights, strict=True)
         ]
         struct = native.structs["Layer"](
-            ctypes.addressof(arguments.caches[attention]), *linears, *norms, rotary
+            ctypes.addressof(arguments.caches[attention]),
+            *(ctypes.addressof(linear.struct) for linear in linears),
+            *norms,
+            rotary,
         )
         return cls([struct], weights, arguments)
 
@@ -188,10 +191,11 @@ def fuse_layers(
     begins with each layer `apart`. The cache has the blocks of a trial, in the model's dtype: 8-bit floats
     would make much of the little by which two codes of a layer differ.
     """
+    known = [one for one in model.modules() if child_names(one) == LAYER and has_known_parts(one)]
     run = partial(forward, trial_inputs(model, arguments.block_size, context))
     found = {
         layer: fused
-        for layer, call in record_calls(known_layers(model), run).items()
+        for layer, call in record_calls(known, run).items()
         if (fused := find_equal(layer, arguments, call))
     }
     set_forwards(found)
@@ -256,10 +260,6 @@ def find_equal(layer: Any, arguments: CpuPagedBackend, call: LayerCall) -> Fused
 
 
 # --- structure ----------------------------------------------------------------------------------------------
-
-
-def known_layers(model: nn.Module) -> Iterator[Any]:
-    return (module for module in model.modules() if child_names(module) == LAYER and has_known_parts(module))
 
 
 def has_known_parts(layer: Any) -> bool:

@@ -28,8 +28,10 @@ LAYOUT_ROWS = 32
 """The number of rows for which oneDNN's layout is chosen; any number of rows works."""
 ONEDNN_DTYPES = (torch.float32, torch.bfloat16)
 TRIAL_SIZE = 64
-TRIAL_ERROR = 1e-3
-"""Tolerated error of a sum of TRIAL_SIZE products of normal numbers; a wrong sum is off by about 8."""
+TRIAL_ERROR, ROUNDED_ERROR = 1e-3, 1.0
+"""Tolerated errors of a sum of TRIAL_SIZE products of normal numbers, exact and of rounded rows; a wrong sum
+is off by about 8.
+"""
 
 
 class LargePages:
@@ -91,16 +93,20 @@ def pack_blocks(
     kernels read them (kernels/blocks.h); the struct points into the tensors [...] of several dtypes.
     """
     factors = [factor for factor in (blocks.scales, blocks.offsets) if factor is not None]
+    quants = in_panels(blocks.quants, panel)
+    in_bytes = quants.view(*quants.shape[:2], -1, 8 // blocks.bits, 4, words).transpose(3, 4)
     tensors = [
-        pages.move(pack_quants(in_panels(blocks.quants, panel), blocks.bits, words)),
+        pages.move(pack_quants(in_bytes.flatten(2), blocks.bits, words)),
         *(pages.move(in_panels(factor, panel).transpose(1, 2)) for factor in factors),
     ]
-    quants, scales, offsets = (*(tensor.data_ptr() for tensor in tensors), None)[:3]
+    of_quants, scales, offsets = (*(tensor.data_ptr() for tensor in tensors), None)[:3]
     half, codes = blocks.scales.dtype == torch.float16, None
     if blocks.codes is not None:
-        tensors.append(pages.move(blocks.codes.float()))
+        tensors += [pages.move(blocks.codes.float())]
         codes = tensors[-1].data_ptr()
-    return native.structs["Blocks"](quants, scales, offsets, codes, blocks.bits, blocks.size, half), tensors
+    return native.structs["Blocks"](
+        of_quants, scales, offsets, codes, blocks.bits, blocks.size, half
+    ), tensors
 
 
 def pack_quants(quants: torch.Tensor, bits: int, words: int) -> torch.Tensor:
@@ -246,14 +252,20 @@ class NativeLinear(PackedLinear):
         return output
 
 
-def pack_linears(model: Any, blocks: FindBlocks = no_blocks) -> None:
+def can_round(dtype: torch.dtype) -> bool:
+    """Whether rows of this dtype can be rounded to 8 bits (INT8_ACTIVATIONS)."""
+    return bool((library := native.library()) and library.tf_rounds(native.TYPE_CODES[dtype]))
+
+
+def pack_linears(model: Any, blocks: FindBlocks = no_blocks, rounds: bool = False) -> None:
     """Replace the plain linear layers of a model on CPU; `blocks` by their names, with the plain weights
     beside them where these are faster for many rows and memory has room for both. Logits are as exact as
-    their sums: rounded to bfloat16, the two likeliest tokens are often equal.
+    their sums: rounded to bfloat16, the two likeliest tokens are often equal. `rounds`: rows are rounded
+    later, so plain weights are of no use.
     """
     head, pages = model.get_output_embeddings(), LargePages()
     num_bytes = sum(child.weight.nbytes for child in model.modules() if type(child) is nn.Linear)
-    plain = machine.available_bytes() >= num_bytes
+    plain = not rounds and machine.available_bytes() >= num_bytes
     for path, module in list(model.named_modules()):
         for name, child in module.named_children():
             if type(child) is nn.Linear:
@@ -261,6 +273,15 @@ def pack_linears(model: Any, blocks: FindBlocks = no_blocks) -> None:
                 setattr(module, name, pack_linear(child, child is head, pages, own, plain))
     if store := WeightStore.inherited():
         pages.share(store)
+
+
+def round_rows(model: nn.Module) -> None:
+    """Have all products with blocks of integers round their rows to 8 bits, from now on. Layers are fused
+    before: two codes of a layer would round some numbers to other neighbours.
+    """
+    for module in model.modules():
+        if isinstance(module, NativeLinear):
+            module.struct.blocks.rounds = True
 
 
 def share_parameters(model: Any) -> None:
@@ -291,7 +312,8 @@ def pack_linear(
 @functools.cache
 def multiplies_correctly(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
     """Whether the native library multiplies this type, and correctly, with the same bits from plain weights
-    and from blocks: its code distinguishes more processors than were available for tests.
+    and from blocks, and near ones from rounded rows: its code distinguishes more processors than were
+    available for tests.
     """
     if dtype not in native.TYPE_CODES or not library.tf_multiplies(native.TYPE_CODES[dtype]):
         return False
@@ -313,6 +335,8 @@ def multiplies_correctly(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
         found = plain(rows)
         off = max(off, float((found - rows.float() @ linear.weight.float().T).abs().max()))
         are_equal &= all(torch.equal(found[:count], packed(rows[:count])) for count in (1, 2, TRIAL_SIZE))
+        packed.struct.blocks.rounds = True
+        are_equal &= bool((packed(rows) - found).abs().max() <= ROUNDED_ERROR)
     if off > TRIAL_ERROR or not are_equal:
         log.error(
             "native products of %s are wrong on this processor (by %.2g): oneDNN's are used", dtype, off

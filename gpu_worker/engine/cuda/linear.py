@@ -225,17 +225,15 @@ def fuse_linears(model: nn.Module) -> None:
         for names in FUSED_GROUPS:
             linears = [getattr(module, name, None) for name in names]
             if (
-                all(is_unchanged_linear(linear) for linear in linears)
+                all(
+                    type(one) in (nn.Linear, QuantisedLinear) and "forward" not in vars(one)
+                    for one in linears
+                )
                 and len({signature_of(linear) for linear in linears}) == 1
             ):
                 fused = FusedLinear(linears)
                 for number, (name, linear) in enumerate(zip(names, linears, strict=True)):
                     setattr(module, name, FusedLinearSlice(fused, number, linear))  # type: ignore[arg-type]
-
-
-def is_unchanged_linear(linear: Any) -> bool:
-    """Whether a layer is linear and its forward is not replaced."""
-    return type(linear) in (nn.Linear, QuantisedLinear) and "forward" not in vars(linear)
 
 
 def signature_of(linear: Any) -> tuple[object, ...]:

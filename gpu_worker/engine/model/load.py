@@ -23,6 +23,7 @@ from gpu_worker.engine.attention.backend import FLOATS8, Geometry
 from gpu_worker.engine.attention.choose import choose_backend
 from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
 from gpu_worker.engine.cpu.fused_layer import fuse_layers, num_trial_blocks
+from gpu_worker.engine.cpu.packed_linear import can_round, round_rows
 from gpu_worker.engine.model import encoder_decoder
 from gpu_worker.engine.model.families import register_family
 from gpu_worker.engine.model.model import DeepStack, Draft, LoadContext, LoadedModel
@@ -62,6 +63,9 @@ def load(
     """
     device = choose_device(settings.device, communicator.info)
     dtype = choose_dtype(settings.dtype, device)
+    if settings.int8_activations and not (device.type == "cpu" and can_round(dtype)):
+        cause = f"{name_of(dtype)} on {device.type} has none here: they take AVX2, VNNI or Arm's dot products"
+        raise SettingError("int8_activations", f"{cause}, and no matrix unit, which is faster and exact")
     path = model_files.resolve(settings.model_id, settings.revision, progress, dtype=name_of(dtype))
     if communicator.links and not communicator.info.is_local:
         description = describe_model(path, settings, name_of(dtype), device.type)
@@ -145,16 +149,19 @@ def assemble(model: Any, context: LoadContext) -> LoadedModel:
 
 
 def try_to_fuse(loaded: LoadedModel) -> int:
-    """Fuse layers on CPU → how many."""
-    if not isinstance(loaded.backend, CpuPagedBackend):
-        return 0
-    loaded.backend.adapters = loaded.adapters
-    loaded.attach(num_trial_blocks(loaded.geometry.block_size), loaded.geometry.unrounded)
-    num_deep = loaded.num_deep
-    # each of the first layers hands its output on to what adds embeddings of pictures
-    apart = [*(loaded.draft.recorded if loaded.draft else ())]
-    apart += loaded.model.model.layers[: num_deep + 1] if num_deep else []
-    return fuse_layers(loaded.model, loaded.backend, loaded.forward, loaded.context, apart)
+    """Fuse layers on CPU → how many. From then on rows are rounded if INT8_ACTIVATIONS says so."""
+    num_fused = 0
+    if isinstance(loaded.backend, CpuPagedBackend):
+        loaded.backend.adapters = loaded.adapters
+        loaded.attach(num_trial_blocks(loaded.geometry.block_size), loaded.geometry.unrounded)
+        num_deep = loaded.num_deep
+        # each of the first layers hands its output on to what adds embeddings of pictures
+        apart = [*(loaded.draft.recorded if loaded.draft else ())]
+        apart += loaded.model.model.layers[: num_deep + 1] if num_deep else []
+        num_fused = fuse_layers(loaded.model, loaded.backend, loaded.forward, loaded.context, apart)
+    if loaded.settings.int8_activations:
+        round_rows(loaded.model)
+    return num_fused
 
 
 def nondeterministic_because(

@@ -43,7 +43,7 @@ def linears(model: Any, context: LoadContext) -> None:
     """
     find = quantised_weights(model, context, context.plan.shards)
     if context.device.type == "cpu":
-        pack_linears(model, find)
+        pack_linears(model, find, context.settings.int8_activations)
     else:
         quantise_linears(model, find, context.device)
         model.to(context.device)

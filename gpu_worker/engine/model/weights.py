@@ -131,7 +131,8 @@ def methods_of(quantization: dict[str, Any]) -> list[str]:
 
 def refusal_of(config: Any, text: Any) -> str:
     """Return why a model cannot be served, from its config and the text part of it; empty if it can."""
-    others = sorted({*(getattr(text, "layer_types", None) or ())} - LAYER_TYPES)
+    types = {*(getattr(text, "layer_types", None) or ())}
+    others = sorted(types - LAYER_TYPES)
     served = ", ".join(sorted(LAYER_TYPES))
     return first_cause(
         (
@@ -139,7 +140,7 @@ def refusal_of(config: Any, text: Any) -> str:
             f"is not served any more; {LEFT.get(text.model_type)} is for the same, see docs/models.md",
         ),
         (
-            not has_attention(text) and not has_states(text),
+            not has_attention(text) and not types & {"linear_attention", "conv", "hybrid"},
             "has no attention heads, and no states that transformers' cache holds; only decoders with either "
             "are served",
         ),
@@ -162,11 +163,6 @@ def has_attention(config: Any) -> bool:
         )
     except RuntimeError:  # transformers', where the number differs between layers
         return True
-
-
-def has_states(config: Any) -> bool:
-    """Whether some layers carry states that transformers' cache holds."""
-    return bool({*(getattr(config, "layer_types", None) or ())} & {"linear_attention", "conv", "hybrid"})
 
 
 def stretch_rope(config: Any, kind: str, factor: float) -> None:

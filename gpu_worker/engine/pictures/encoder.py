@@ -131,7 +131,8 @@ class Qwen2VL(PictureFamily):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         rope = config.get_text_config().rope_parameters
-        self.mrope_axes = sectioned_axes(rope["mrope_section"])
+        sections = rope["mrope_section"]  # time, then height, then width
+        self.mrope_axes = [axis for axis, count in enumerate(sections) for _ in range(count)]
 
     def shape(self, tensors: Tensors) -> PictureShape:
         merge = self.config.vision_config.spatial_merge_size
@@ -145,20 +146,9 @@ class Qwen3VL(Qwen2VL):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         sections = config.get_text_config().rope_parameters["mrope_section"]
-        self.mrope_axes = interleaved_axes(sections)
+        places = range(sum(sections))  # axes take turns while height and width have numbers left; then time
+        self.mrope_axes = [at % 3 if at < 3 * sections[at % 3] else 0 for at in places]
         self.num_deep = len(config.vision_config.deepstack_visual_indexes)
-
-
-def sectioned_axes(sections: Sequence[int]) -> list[int]:
-    """Axes of neighbouring numbers: the first for time, then height, then width."""
-    return [axis for axis, count in enumerate(sections) for _ in range(count)]
-
-
-def interleaved_axes(sections: Sequence[int]) -> list[int]:
-    """Axes in turns as long as height and width have numbers left; all others are of time."""
-    return [
-        turn if place < 3 * sections[turn] else 0 for place in range(sum(sections)) for turn in [place % 3]
-    ]
 
 
 def num_patches(config: Any) -> int:

@@ -276,10 +276,6 @@ def group_size(config: Config, inputs: int) -> int:
 # weight_scale [outputs or 1, groups], weight_zero_point as these or packed along the outputs
 
 
-def packed_shape(stored: Stored, config: Config) -> list[int]:
-    return list(stored["weight_shape"][...].tolist())
-
-
 def read_packed(fields: Fields, config: Config) -> Weight:
     outputs, inputs = fields["weight_shape"].tolist()
     packed, zeros = fields["weight_packed"], fields.get("weight_zero_point")
@@ -374,7 +370,7 @@ PACKED = Layout(
     {"I32"},
     ("weight_packed", "weight_scale", "weight_shape"),
     ZEROS,
-    packed_shape,
+    lambda stored, _: list(stored["weight_shape"][...].tolist()),
     read_packed,
 )
 INT8 = Layout({"I8"}, ("weight", "weight_scale"), ZEROS, weight_shape, read_int8)

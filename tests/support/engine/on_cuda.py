@@ -132,7 +132,7 @@ def engine_on(device: str, folder: Path | str, monkeypatch: pytest.MonkeyPatch, 
     return engine
 
 
-def as_on_cuda(model: Any, find: FindBlocks) -> None:
+def as_on_cuda(model: Any, find: FindBlocks, rounds: bool) -> None:
     quantise_linears(model, find, torch.device("cpu"))
     fuse_linears(model)
 

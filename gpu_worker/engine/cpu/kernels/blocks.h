@@ -11,7 +11,8 @@ constexpr int BLOCKS_AHEAD = 2048;  // bytes of quants prefetched in advance
 
 // Quants lie in words of 32 bits, [panels][inputs / (P * PLACES)][panel][P]: of bfloat16 (P = 2) the first of
 // two words has the quants of PLACES even inputs, the second those of the odd ones; of float32 a word has
-// those of PLACES inputs in turn. Words begin with the lowest bits.
+// those of PLACES inputs in turn. A word begins with its lowest byte; of quants of 4 bits the first half are
+// the lower halves of its bytes, the second half the upper ones.
 template <int BITS> constexpr int PLACES = 32 / BITS;
 
 // What blocks of weights are like: bits of a quant, and whether there are offsets and codes.
@@ -37,7 +38,7 @@ struct Codes {
 template <class K> inline Floats read_quants(Words words, int place, const Codes& codes) {
     if constexpr (K::BITS == 8)
         return __builtin_convertvector((Ints)(words << (24 - 8 * place)) >> 24, Floats);
-    words >>= 4 * place;
+    words >>= place % 4 * 8 + place / 4 * 4;
 #if defined(__AVX512F__)
     return (Floats)_mm512_permutexvar_ps((__m512i)words, (__m512)codes.numbers[0]);  // by the lowest 4 bits
 #else
@@ -62,7 +63,7 @@ template <class K> inline Floats read_quants(Words words, int place, const Codes
 inline Words round_both(Floats first, Floats second) {
 #if defined(__AVX512BF16__)
     return (Words)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
-#elif defined(__AVX2__) && LANES == 8
+#elif defined(__AVX2__) && !defined(__AVX512F__)
     auto rounded = [](Floats x) { return (__m256i)(((Words)x + 0x7fff + ((Words)x >> 16 & 1)) >> 16); };
     __m256i halves = _mm256_packus_epi32(rounded(first), rounded(second));
     return (Words)_mm256_permute4x64_epi64(halves, 0xd8);
@@ -74,9 +75,9 @@ inline Words round_both(Floats first, Floats second) {
 #endif
 }
 
-// SPAN<T> * LANES numbers, each P times, one after the other.
-template <class T, class S> inline void load_factors(const S* from, Floats* to) {
-    for (int w = 0; w < SPAN<T>; w++) {
+// VECTORS * LANES numbers, each P times, one after the other.
+template <class T, int VECTORS = SPAN<T>, class S> inline void load_factors(const S* from, Floats* to) {
+    for (int w = 0; w < VECTORS; w++) {
         Floats numbers = load(from + w * LANES);
         if constexpr (Pairs<T>::P == 1) to[w] = numbers;
         else {

@@ -31,22 +31,25 @@ template <class T> void rotate(const T* cosines, const T* sines, int size, T* he
     }
 }
 
-// So few rows every thread normalises for itself: that is faster than waiting for others. A thread that comes
-// late may read rows that change meanwhile; then no unit is left that would use them.
+// So few rows every thread normalises and rounds for itself: that is faster than waiting for others. A thread
+// that comes late may read rows that change meanwhile; then no unit is left that would use them.
 constexpr int FEW_ROWS = 8;
 
 // Intermediate results of layers.
 template <class T> struct LayerBuffers {
     Buffer<T> projected;
     Buffer<Input<T>> normed, attended, gated;
+    Buffer<Grain> rounded;
     Buffer<float> shrunk;
     void fit(int64_t rows, int threads, const Layer& layer, const Adapters* adapters) {
         if (adapters) shrunk.fit(3 * rows * adapters->max_rank);
-        projected.fit(rows * (layer.q.outputs + layer.k.outputs + layer.v.outputs));
+        projected.fit(rows * (layer.q->outputs + layer.k->outputs + layer.v->outputs));
+        rounded.fit(std::max<int64_t>(rows, FEW_ROWS * threads)
+            * std::max({layer.q->inputs, layer.o->inputs, layer.down->inputs}) / GRAIN);
         rows = rows_in_memory(rows);
-        normed.fit(std::max<int64_t>(rows, rows_in_memory(FEW_ROWS) * threads) * layer.q.inputs);
-        attended.fit(rows * layer.o.inputs);
-        gated.fit(rows * layer.gate.outputs);
+        normed.fit(std::max<int64_t>(rows, rows_in_memory(FEW_ROWS) * threads) * layer.q->inputs);
+        attended.fit(rows * layer.o->inputs);
+        gated.fit(rows * layer.gate->outputs);
     }
 };
 
@@ -62,12 +65,29 @@ template <class T> const Input<T>* normalize_rows(
     return to;
 }
 
+// Rows, rounded if one of the layers takes them so → the copy that the calling thread reads.
+template <class T> Rows<T> round_rows(Phases& phases, const Input<T>* from, int rows,
+    std::initializer_list<const Linear*> linears, Grain* to) {
+    int inputs = (*linears.begin())->inputs;
+    int64_t stride = inputs / GRAIN;
+    bool rounds = false;
+    for (const Linear* linear : linears) rounds |= is_rounded<T>(*linear);
+    if (!rounds) return {from};
+    auto one = [&](int row) { round_row<T>(from + (int64_t)row * inputs, inputs, to + row * stride); };
+    if (rows > FEW_ROWS) phases.run(rows, one);
+    else {
+        to += phases.number() * FEW_ROWS * stride;
+        for (int row = 0; row < rows; row++) one(row);
+    }
+    return {from, to};
+}
+
 // For a token and a K head: norms and rotates Q and K, writes K and V to their page.
 template <class T> void prepare_token(
     const Step& step, const Layer& layer, int token, int head, const T* cosines, const T* sines, T* query) {
     const Cache& cache = *layer.cache;
-    T* key = query + layer.q.outputs + head * cache.key_dim;
-    T* value = query + layer.q.outputs + layer.k.outputs + head * cache.value_dim;
+    T* key = query + layer.q->outputs + head * cache.key_dim;
+    T* value = query + layer.q->outputs + layer.k->outputs + head * cache.value_dim;
     auto normalize_and_rotate = [&](T* one, const Norm& norm) {
         if (norm.weight) normalize(norm, one, cache.key_dim, one);
         if (layer.rotary)
@@ -87,25 +107,29 @@ template <class T> void run_layer(const Step& step, const Layer& layer, const T*
     Input<T>* attended = buffers.attended.begin();
     Input<T>* gated = buffers.gated.begin();
     bool independent = step.num_tiles == step.num_tokens && !step.num_parts;  // no token sees another's K
-    int rows = step.num_tokens, heads = layer.cache->kv_heads, hidden = layer.q.inputs;
-    int stride = layer.q.outputs + layer.k.outputs + layer.v.outputs;
-    int q_panels = num_panels<T>(layer.q), k_panels = num_panels<T>(layer.k);
-    int v_panels = num_panels<T>(layer.v);
+    int rows = step.num_tokens, heads = layer.cache->kv_heads, hidden = layer.q->inputs;
+    int stride = layer.q->outputs + layer.k->outputs + layer.v->outputs;
+    int q_panels = num_panels<T>(*layer.q), k_panels = num_panels<T>(*layer.k);
+    int v_panels = num_panels<T>(*layer.v);
     auto shrink_for = [&](const Input<T>* from, std::initializer_list<const Linear*> linears) {
         return shrink<T>(phases, step.adapters, from, rows, linears, buffers.shrunk.begin());
+    };
+    auto round_for = [&](const Input<T>* from, std::initializer_list<const Linear*> linears) {
+        return round_rows<T>(phases, from, rows, linears, buffers.rounded.begin());
     };
 
     const Input<T>* normed =
         normalize_rows<T>(phases, layer.before_attention, states, rows, hidden, buffers.normed.begin());
-    Shrunk shrunk = shrink_for(normed, {&layer.q, &layer.k, &layer.v});
+    Rows<T> inputs = round_for(normed, {layer.q, layer.k, layer.v});
+    Shrunk shrunk = shrink_for(normed, {layer.q, layer.k, layer.v});
     phases.run(q_panels + k_panels + v_panels, [&](int panel) {
-        const Linear* linear = &layer.q;
+        const Linear* linear = layer.q;
         T* to = projected;
         int place = 0;
-        if (panel >= q_panels) linear = &layer.k, panel -= q_panels, to += layer.q.outputs, place = 1;
-        if (linear == &layer.k && panel >= k_panels)
-            linear = &layer.v, panel -= k_panels, to += layer.k.outputs, place = 2;
-        panel_product<T>(normed, rows, *linear, panel, to, stride, nullptr, Expand<T>{shrunk.of(place)});
+        if (panel >= q_panels) linear = layer.k, panel -= q_panels, to += layer.q->outputs, place = 1;
+        if (linear == layer.k && panel >= k_panels)
+            linear = layer.v, panel -= k_panels, to += layer.k->outputs, place = 2;
+        panel_product<T>(inputs, rows, *linear, panel, to, stride, nullptr, Expand<T>{shrunk.of(place)});
     });
     if (!independent)
         phases.run(rows, [&](int row) {
@@ -119,19 +143,22 @@ template <class T> void run_layer(const Step& step, const Layer& layer, const T*
         attend<T>(
             step, *layer.cache, parts, unit, {projected, stride, layer.cache->key_dim}, attended);
     });
-    shrunk = shrink_for(attended, {&layer.o});
-    phases.run(num_panels<T>(layer.o), [&](int panel) {
-        panel_product<T>(attended, rows, layer.o, panel, states, hidden, states, Expand<T>{shrunk});
+    inputs = round_for(attended, {layer.o});
+    shrunk = shrink_for(attended, {layer.o});
+    phases.run(num_panels<T>(*layer.o), [&](int panel) {
+        panel_product<T>(inputs, rows, *layer.o, panel, states, hidden, states, Expand<T>{shrunk});
     });
     normed = normalize_rows<T>(phases, layer.before_mlp, states, rows, hidden, buffers.normed.begin());
-    shrunk = shrink_for(normed, {&layer.gate, &layer.up});
-    phases.run(num_panels<T>(layer.gate), [&](int panel) {
+    inputs = round_for(normed, {layer.gate, layer.up});
+    shrunk = shrink_for(normed, {layer.gate, layer.up});
+    phases.run(num_panels<T>(*layer.gate), [&](int panel) {
         Expand<T> to_gate{shrunk}, to_up{shrunk.of(1)};
-        panel_gated<T>(normed, rows, layer.gate, layer.up, panel, gated, to_gate, to_up);
+        panel_gated<T>(inputs, rows, *layer.gate, *layer.up, panel, gated, to_gate, to_up);
     });
-    shrunk = shrink_for(gated, {&layer.down});
-    phases.run(num_panels<T>(layer.down), [&](int panel) {
-        panel_product<T>(gated, rows, layer.down, panel, states, hidden, states, Expand<T>{shrunk});
+    inputs = round_for(gated, {layer.down});
+    shrunk = shrink_for(gated, {layer.down});
+    phases.run(num_panels<T>(*layer.down), [&](int panel) {
+        panel_product<T>(inputs, rows, *layer.down, panel, states, hidden, states, Expand<T>{shrunk});
     });
 }
 

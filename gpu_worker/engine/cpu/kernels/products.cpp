@@ -22,6 +22,13 @@ extern "C" int tf_block_rows(int type) {
     return rows;
 }
 
+// Whether rows can be rounded for blocks of integers.
+extern "C" int tf_rounds(int type) {
+    int rounds = 0;
+    with_product_type(type, [&](auto number) { rounds = ROUNDS<decltype(number)>; });
+    return rounds && tf_multiplies(type);
+}
+
 extern "C" int tf_panel(int type) {
     int panel = 0;
     with_product_type(type, [&](auto number) { panel = PANEL<decltype(number)>; });
@@ -46,8 +53,11 @@ void product(int threads, const T* rows, int num_rows, const Linear& linear, U* 
     // Rows are copied where the product takes another type, or whole tiles of rows. One caller at a time.
     constexpr bool copies = !std::is_same_v<T, Input<T>> || BY_TILES<T>;
     static Buffer<Input<T>> copied;
+    static Buffer<Grain> bytes;
     int inputs = linear.inputs;
     Input<T>* copy = copies ? copied.fit(rows_in_memory(num_rows) * inputs) : nullptr;
+    int64_t stride = inputs / GRAIN;
+    Grain* rounded = is_rounded<T>(linear) ? bytes.fit(num_rows * stride) : nullptr;
     Progress progress(threads);
 #pragma omp parallel num_threads(threads)
     {
@@ -60,8 +70,12 @@ void product(int threads, const T* rows, int num_rows, const Linear& linear, U* 
             });
         const Input<T>* factors = copy;
         if constexpr (!copies) factors = rows;
+        if (rounded)
+            phases.run(num_rows, [&](int row) {
+                round_row<T>(factors + (int64_t)row * inputs, inputs, rounded + row * stride);
+            });
         phases.run(num_panels<T>(linear), [&](int panel) {
-            panel_product<T, U>(factors, num_rows, linear, panel, out, linear.outputs, nullptr);
+            panel_product<T, U>({factors, rounded}, num_rows, linear, panel, out, linear.outputs, nullptr);
         });
     }
 }

@@ -4,6 +4,7 @@
 #pragma once
 #include <algorithm>
 #include "blocks.h"
+#include "rounded.h"
 #include "structs.h"
 #include "vector.h"
 
@@ -19,6 +20,15 @@ static_assert(GROUP % ROWS == 0 && GROUP % (2 * TILE) == 0);
 
 // Rows as they are multiplied: tiles take them as they are, and need whole tiles of rows in memory.
 template <class T> using Input = std::conditional_t<BY_TILES<T>, T, Factor<T>>;
+
+// Rows of a layer, and the same rounded to 8 bits where the layer takes them so.
+template <class T> struct Rows {
+    const Input<T>* numbers;
+    const Grain* rounded = nullptr;
+    Rows from(int64_t row, int inputs) const {
+        return {numbers + row * inputs, rounded + row * (inputs / GRAIN)};
+    }
+};
 inline int64_t rows_in_memory(int64_t rows) { return HAS_TILES ? (rows + TILE - 1) / TILE * TILE : rows; }
 
 // Memory of rows, which grows and is kept.
@@ -134,13 +144,14 @@ void multiply_blocks(const Input<T>* rows, int count, const Linear& linear, int 
 
 // The sums of up to GROUP rows and a panel, with the bias.
 template <class T>
-void panel_sums(const Input<T>* rows, int count, const Linear& linear, int panel, float* sums) {
+void panel_sums(Rows<T> rows, int count, const Linear& linear, int panel, float* sums) {
     int inputs = linear.inputs;
     std::fill(sums, sums + count * PANEL<T>, 0.f);
-    if (linear.packed && !(linear.blocks.bits && count <= FEW<T>)) {
+    if (is_rounded<T>(linear)) multiply_rounded_rows<T>(count, rows.rounded, linear, panel, sums);
+    else if (linear.packed && !(linear.blocks.bits && count <= FEW<T>)) {
         const T* packed = (const T*)linear.packed + (int64_t)panel * PANEL<T> * inputs;
-        multiply_rows<T, AHEAD>(count, rows, inputs, inputs, packed, sums);
-    } else multiply_blocks<T>(rows, count, linear, panel, sums);
+        multiply_rows<T, AHEAD>(count, rows.numbers, inputs, inputs, packed, sums);
+    } else multiply_blocks<T>(rows.numbers, count, linear, panel, sums);
     if (linear.bias)
         for (int n = 0; n < count; n++)
             for (int w = 0; w < WIDTH<T>; w++)
@@ -162,14 +173,14 @@ struct Nothing {
 
 // rows [num_rows][inputs] → out [num_rows][stride], on top of `residual` where there is one. `add` adds to
 // sums [count][PANEL<T>] of rows from `first` on.
-template <class T, class U, class A = Nothing> void panel_product(const Input<T>* rows, int num_rows,
+template <class T, class U, class A = Nothing> void panel_product(Rows<T> rows, int num_rows,
     const Linear& linear, int panel, U* out, int64_t stride, const T* residual, A add = {}) {
     alignas(64) float sums[GROUP * PANEL<T>];
     int width = std::min(PANEL<T>, linear.outputs - panel * PANEL<T>);
     add.prefetch(linear, panel);
     for (int row = 0; row < num_rows; row += GROUP) {
         int count = std::min(GROUP, num_rows - row);
-        panel_sums<T>(rows + (int64_t)row * linear.inputs, count, linear, panel, sums);
+        panel_sums<T>(rows.from(row, linear.inputs), count, linear, panel, sums);
         add(linear, panel, row, count, sums);
         for (int n = 0; n < count; n++) {
             int64_t at = (row + n) * stride + panel * PANEL<T>;
@@ -183,7 +194,7 @@ template <class T, class U, class A = Nothing> void panel_product(const Input<T>
 inline Floats sigmoid_linear(Floats x) { return x / (1.f + exponential(-x)); }
 
 // silu(gate) * up of a panel → out [num_rows][outputs]
-template <class T, class A> void panel_gated(const Input<T>* rows, int num_rows, const Linear& gate,
+template <class T, class A> void panel_gated(Rows<T> rows, int num_rows, const Linear& gate,
     const Linear& up, int panel, Input<T>* out, A add_to_gate, A add_to_up) {
     alignas(64) float gates[GROUP * PANEL<T>], ups[GROUP * PANEL<T>];
     int width = std::min(PANEL<T>, gate.outputs - panel * PANEL<T>);
@@ -191,8 +202,8 @@ template <class T, class A> void panel_gated(const Input<T>* rows, int num_rows,
     add_to_up.prefetch(up, panel);
     for (int row = 0; row < num_rows; row += GROUP) {
         int count = std::min(GROUP, num_rows - row);
-        panel_sums<T>(rows + (int64_t)row * gate.inputs, count, gate, panel, gates);
-        panel_sums<T>(rows + (int64_t)row * up.inputs, count, up, panel, ups);
+        panel_sums<T>(rows.from(row, gate.inputs), count, gate, panel, gates);
+        panel_sums<T>(rows.from(row, up.inputs), count, up, panel, ups);
         add_to_gate(gate, panel, row, count, gates);
         add_to_up(up, panel, row, count, ups);
         for (int n = 0; n < count; n++) {

@@ -72,6 +72,7 @@ struct Blocks {
     const float* codes;  // then there are no offsets
     int32_t bits;  // of a quant: 4 or 8; 0 where weights are not in blocks
     int32_t size, half_scales;
+    int32_t rounds;  // whether rows are rounded to 8 bits (rounded.h)
 };
 
 struct Linear {
@@ -91,7 +92,7 @@ struct Norm {
 // residual connection.
 struct Layer {
     const Cache* cache;
-    Linear q, k, v, o, gate, up, down;
+    const Linear *q, *k, *v, *o, *gate, *up, *down;
     Norm before_attention, before_mlp, of_query, of_key;  // the latter two are of each head
     int32_t rotary;  // numbers of a head that are rotated, half against half
 };

@@ -51,7 +51,7 @@ def like_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
         def backend_of(geometry: Geometry, device: torch.device, *limits: int) -> FlashInferBackend:
             return FlashInferBackend(geometry, device, generation, *limits)
 
-        monkeypatch.setattr(passes, "pack_linears", lambda model, blocks: fuse_linears(model))
+        monkeypatch.setattr(passes, "pack_linears", lambda model, *_: fuse_linears(model))
         monkeypatch.setattr(load, "choose_backend", backend_of)
         monkeypatch.setattr(warmup, "FIXED_TOKENS", 12)
         engine = engine_of(folder, block_size=16)

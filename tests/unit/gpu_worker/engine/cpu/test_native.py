@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from common.process import machine
+from common.settings.settings import SettingError
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.cpu import fused_layer, native, packed_linear
 from gpu_worker.engine.cpu.compile import SOURCES, compile_command
@@ -70,6 +71,9 @@ def test_builds_for_other_processors_compute_the_same(
             for inputs, outputs, bias in products.SHAPES:
                 products.test_products_do_not_depend_on_the_batch(dtype, True, inputs, outputs, bias, built)
                 products.test_products_do_not_depend_on_the_batch(dtype, False, inputs, outputs, bias, built)
+            assert built.tf_rounds(native.TYPE_CODES[dtype]) == (dtype == torch.float32 or kind != "tiles")
+            for bits, size, more in ((4, 16, "offsets"), (4, 32, ""), (8, 32, "")):
+                products.test_rounded_rows_give_products_near_the_exact_ones(bits, size, more, dtype, built)
             for bits, more in ((4, "offsets"), (4, "codes"), (8, "")):
                 for scales in (torch.float16, torch.float32):
                     products.test_weights_in_blocks_give_the_bits_of_plain_weights(
@@ -226,10 +230,18 @@ def logprobs(engine: Engine, prefixes: dict[int, list[int]], prefill_tokens: int
     return found
 
 
-def test_logprobs_do_not_depend_on_the_batch(tmp_path: Path) -> None:
-    """Alone, with others, in chunks."""
+@pytest.mark.parametrize("rounds", [False, True], ids=["exact", "INT8_ACTIVATIONS"])
+def test_logprobs_do_not_depend_on_the_batch(rounds: bool, tmp_path: Path) -> None:
+    """Alone, with others, in chunks. Those of rounded rows are near the exact ones."""
     tiny_models.save(tmp_path, *FAMILIES["Mistral"])
-    engine, rows_of = engine_of(tmp_path), dict(enumerate(prompts()))
+    if rounds and not packed_linear.can_round(torch.float32):
+        with pytest.raises(SettingError, match="INT8_ACTIVATIONS"):
+            engine_of(tmp_path, int8_activations=True)
+        return
+    rows_of, exact = dict(enumerate(prompts())), engine_of(tmp_path, quantize="eetq")
+    engine = engine_of(tmp_path, quantize="eetq", int8_activations=rounds)
+    first, second = (logprobs(one, {0: rows_of[0]}, 1000)[0][0] for one in (engine, exact))
+    assert (first != second) == rounds and abs(first - second) < 0.1
     together = logprobs(engine, rows_of, 1000)
     assert logprobs(engine, rows_of, 7) == together
     assert {row: logprobs(engine, {row: prompt}, 1000)[row] for row, prompt in rows_of.items()} == together

@@ -114,6 +114,34 @@ def test_weights_in_blocks_give_the_bits_of_plain_weights(
         assert torch.equal(alone(rows), plain(rows)) and torch.equal(beside(rows), plain(rows))
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("size", [16, 32, 64])
+@pytest.mark.parametrize("more", ["offsets", ""])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rounded_rows_give_products_near_the_exact_ones(
+    bits: int, size: int, more: str, dtype: torch.dtype, library: Any
+) -> None:
+    """Each input is off by at most half a step of its grain; a row's result does not depend on the batch."""
+    if not library.tf_rounds(native.TYPE_CODES[dtype]):
+        pytest.skip("rows are not rounded on this processor")
+    torch.manual_seed(0)
+    blocks = random_blocks(bits, size, more == "offsets", torch.float16)
+    linear = nn.Linear(320, 100).to(dtype)
+    linear.weight = nn.Parameter(blocks.widen(dtype), requires_grad=False)
+    packed = NativeLinear(linear, library, True, LargePages(), blocks, plain=False)
+    rows = torch.randn(33, 320).to(dtype)
+    rows[1, :32] = 0
+    exact = packed(rows)
+    packed.struct.blocks.rounds = True
+    steps = (rows.float().view(33, -1, 32).abs().amax(2) / 127).repeat_interleave(32, 1)
+    off = (packed(rows) - exact).abs()
+    assert (off <= 0.51 * steps @ blocks.widen(torch.float32).abs().T).all() and off.max() > 0
+    assert off.norm() / exact.norm() < 0.02
+    for num_rows in (1, 2, 3, 4, 7, 8):
+        assert torch.equal(packed(rows[:num_rows]), packed(rows)[:num_rows])
+    assert torch.equal(packed.weight, linear.weight)
+
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory without a name is Linux's")
 
 NUM_BYTES = 2 * HUGE_BYTES
