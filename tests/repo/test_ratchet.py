@@ -15,13 +15,13 @@ from tests.support.source_tree import ROOT, parse
 MOST = {  # statements, lines
     "api": (12_497, 24_263),
     "batcher": (2_786, 4_799),
-    "gpu_worker": (10_869, 20_738),
-    "common": (3_730, 7_452),
+    "gpu_worker": (10_870, 20_729),
+    "common": (3_729, 7_449),
     "deploy": (2_497, 4_325),
-    "tests": (30_383, 52_963),
+    "tests": (30_413, 53_003),
     "benchmarks": (2_046, 3_420),
 }
-MOST_WORDS_OF_DOCS = 21_822
+MOST_WORDS_OF_DOCS = 21_821
 SLACK = 0.01
 
 
