@@ -2,7 +2,7 @@
 replays do not grow. On CPU a graph calls its functions again.
 """
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,7 @@ from gpu_worker.engine.cuda.graphs import PLAIN, CaptureError, CudaGraphs, make_
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.model import LoadedModel
-from tests.support.engine import tiny_models
-from tests.support.engine.on_cuda import ANYWHERE, FLASH_FAMILIES, ON_GPUS, SETTINGS, engine_on, needs_flash
+from tests.support.engine.on_cuda import ANYWHERE, FLASH_FAMILIES, ON_GPUS, SETTINGS
 from tests.support.engine.tiny_engine import play, prompts
 
 MIB = 2**20
@@ -31,14 +30,6 @@ def reserved_bytes() -> int:
     return torch.cuda.memory_reserved()
 
 
-def engine_of(device: str, folder: Path, monkeypatch: pytest.MonkeyPatch, family: str = "Llama") -> Engine:
-    needs_flash(device)
-    tiny_models.save(folder, *FLASH_FAMILIES[family])
-    engine = engine_on(device, folder, monkeypatch, dtype="bfloat16")
-    assert isinstance(engine.graphs, CudaGraphs)
-    return engine
-
-
 def replay(graphs: CudaGraphs, size: int) -> torch.Tensor:
     """Replay a step of rows in blocks of their own → a copy of its logits [size, vocabulary]."""
     ids, positions, slots = (np.full((1, size), value) for value in (7, 9, 0))
@@ -51,12 +42,12 @@ def replay(graphs: CudaGraphs, size: int) -> torch.Tensor:
 
 @ANYWHERE
 def test_replays_are_the_same_whatever_is_allocated_between_them(
-    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, flash: Callable[..., Any]
 ) -> None:
     """Graphs of all sizes in one pool, in any order, with steps without graphs between them: the same bits
     each time.
     """
-    engine = engine_of(device, tmp_path, monkeypatch)
+    _, engine = flash()
     graphs = engine.graphs
     assert isinstance(graphs, CudaGraphs)
     engine.fill([np.arange(1, 1 + SETTINGS["max_batch_size"], dtype=np.int32)], 0.5)
@@ -97,11 +88,9 @@ def test_a_step_that_waits_is_refused_before_its_capture_begins(device: str) -> 
 
 
 @ON_GPUS
-def test_all_graphs_share_the_memory_of_the_largest(
-    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_graphs_share_the_memory_of_the_largest(device: str, flash: Callable[..., Any]) -> None:
     """And replays of all of them take nothing more."""
-    engine = engine_of(device, tmp_path, monkeypatch)
+    _, engine = flash()
     assert isinstance(engine.graphs, CudaGraphs)
     sizes = sorted({size for size, _ in engine.graphs.graphs})
     taken = dict[str, int]()
@@ -122,7 +111,7 @@ def test_all_graphs_share_the_memory_of_the_largest(
 @ON_GPUS
 @pytest.mark.parametrize("family", ["Llama", "Gemma2", "DeepSeek-V3"])
 def test_the_memory_of_captured_steps_was_counted(
-    device: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, family: str, flash: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What graphs and their plans keep was measured before the cache was sized: of XQA, of plans in schedules
     that are shared, of latents. Beyond that are workspaces of the stream on which they are captured.
@@ -141,16 +130,14 @@ def test_the_memory_of_captured_steps_was_counted(
 
     monkeypatch.setattr(warmup, "captured_bytes", count)
     monkeypatch.setattr(Engine, "capture", measure)
-    engine_of(device, tmp_path, monkeypatch, family)
+    flash(FLASH_FAMILIES[family])
     assert taken[0] <= counted[0] + WORKSPACE_BYTES, f"{counted[0] / MIB:.0f}, then {taken[0] / MIB:.0f} MiB"
 
 
 @ON_GPUS
-def test_memory_does_not_grow_with_steps(
-    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_does_not_grow_with_steps(device: str, flash: Callable[..., Any]) -> None:
     """Rows and chunks of many sizes, again and again: holes of the allocator are filled."""
-    engine = engine_of(device, tmp_path, monkeypatch)
+    _, engine = flash()
     fresh = dict(enumerate(prompts()))
 
     def mixed() -> None:

@@ -2,14 +2,13 @@
 whatever runs beside it, and in each replay.
 """
 
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
-import pytest
 import torch
 
 from gpu_worker.engine.cuda.graphs import CudaGraphs
-from tests.support.engine import tiny_models
-from tests.support.engine.on_cuda import ANYWHERE, FLASH_FAMILIES, engine_on, needs_flash
+from tests.support.engine.on_cuda import ANYWHERE, FLASH_FAMILIES
 from tests.support.engine.tiny_engine import prompts
 from tests.unit.gpu_worker.engine.test_deterministic import play
 
@@ -19,13 +18,9 @@ TIMES = 5
 
 
 @ANYWHERE
-def test_bits_do_not_depend_on_what_runs_beside_a_row(
-    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bits_do_not_depend_on_what_runs_beside_a_row(device: str, flash: Callable[..., Any]) -> None:
     """Alone, batched, chunked in another order, resumed; and again and again."""
-    needs_flash(device)
-    tiny_models.save(tmp_path, "Llama", WIDE)
-    engine = engine_on(device, tmp_path, monkeypatch, dtype="bfloat16", deterministic=True)
+    _, engine = flash(("Llama", WIDE), deterministic=True)
     assert isinstance(engine.graphs, CudaGraphs) and engine.graphs.is_fixed
     rows = list(range(len(prompts())))
     alone = {row: play(engine, [row], 1000, {}, tiny=True)[row] for row in rows}

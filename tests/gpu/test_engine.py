@@ -1,5 +1,6 @@
 """The engine on CUDA: its ids, its captured and compiled steps."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +56,8 @@ def check_in_every_way(engine: Engine, model: Any, fresh: dict[int, list[int]]) 
 
 
 @each("family", FLASH, slow=[name for name in FLASH if name not in ("Llama", "gpt-oss")])
-def test_bfloat16_ids_are_near_those_of_float32(
-    device: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    needs_flash(device)
-    model = tiny_models.save(tmp_path, *FLASH_FAMILIES[family])
-    engine = engine_on(device, tmp_path, monkeypatch, dtype="bfloat16")
+def test_bfloat16_ids_are_near_those_of_float32(device: str, family: str, flash: Callable[..., Any]) -> None:
+    model, engine = flash(FLASH_FAMILIES[family])
     assert engine.graphs and engine.loaded.backend.plan_free == (family not in ("Gemma2", "DeepSeek-V3")), (
         "a softcap needs plans, and so do latents"
     )
@@ -81,13 +78,9 @@ def test_smollm2_in_bfloat16_is_near_float32(device: str, monkeypatch: pytest.Mo
 
 
 @ANYWHERE
-def test_steps_of_few_tokens_come_from_graphs(
-    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_of_few_tokens_come_from_graphs(device: str, flash: Callable[..., Any]) -> None:
     """All of them, from the smallest that holds their rows; and without them the tokens are as good."""
-    needs_flash(device)
-    model = tiny_models.save(tmp_path, *FLASH_FAMILIES["Llama"])
-    engine, fresh = engine_on(device, tmp_path, monkeypatch, dtype="bfloat16"), dict(enumerate(prompts()))
+    (model, engine), fresh = flash(), dict(enumerate(prompts()))
     assert isinstance(engine.graphs, CudaGraphs)
     largest = max_captured_tokens(SETTINGS["max_batch_size"])
     assert [size for size, own in engine.graphs.graphs if own == PLAIN] == graph_sizes(
@@ -107,13 +100,9 @@ def test_steps_of_few_tokens_come_from_graphs(
 
 
 @ANYWHERE
-def test_layers_are_compiled_before_the_first_row(
-    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_are_compiled_before_the_first_row(device: str, flash: Callable[..., Any]) -> None:
     """And never while they wait: with this stance torch raises where it would compile, or run uncompiled."""
-    needs_flash(device)
-    model = tiny_models.save(tmp_path, *FLASH_FAMILIES["Llama"])
-    engine, fresh = engine_on(device, tmp_path, monkeypatch, dtype="bfloat16"), dict(enumerate(prompts()))
+    (model, engine), fresh = flash(), dict(enumerate(prompts()))
     loaded, counters = engine.loaded, torch._dynamo.utils.counters
     layers = layers_of(loaded.model, loaded.layers)
     assert len(layers) == 3 and all(layer._compiled_call_impl for layer in layers)

@@ -2,6 +2,7 @@
 ids are near those of transformers' forward in float32.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +81,9 @@ FAMILIES = ("LFM2", "Mamba2", "Granite4", "Qwen3-Next", "Jamba")
 
 
 @each("family", FAMILIES)
-def test_ids_are_near_those_of_float32(
-    device: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ids_are_near_those_of_float32(device: str, family: str, flash: Callable[..., Any]) -> None:
     """In bfloat16, with compiled layers and steps from graphs."""
-    needs_flash(device)
-    model = tiny_models.save(tmp_path, *HYBRIDS[family])
-    engine, fresh = engine_on(device, tmp_path, monkeypatch, dtype="bfloat16"), dict(enumerate(prompts()))
+    (model, engine), fresh = flash(HYBRIDS[family]), dict(enumerate(prompts()))
     assert engine.graphs
     with noted(engine) as (_, replayed):
         check_near(model, fresh, play(engine, fresh), "batched")

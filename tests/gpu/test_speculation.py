@@ -1,7 +1,9 @@
 """Speculation and jump-forward on CUDA: ids are those of one token a step."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,12 +56,10 @@ def proposers(played: Player, wrong: float, is_sure: bool) -> KnowingProposers:
 @ANYWHERE
 @pytest.mark.parametrize("is_sure", [False, True])
 def test_deterministic_gives_the_ids_of_the_plain_way(
-    device: str, is_sure: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, is_sure: bool, flash: Callable[..., Any]
 ) -> None:
     """In bfloat16, by FlashInfer and from a graph: a token has the same bits as a proposal."""
-    needs_flash(device)
-    tiny_models.save(tmp_path, *FLASH_FAMILIES["Llama"])
-    engine = engine_on(device, tmp_path, monkeypatch, dtype="bfloat16", deterministic=True)
+    _, engine = flash(deterministic=True)
     plain = play(engine, ROWS)
     engine.rows.make_proposer = proposers(plain, 0.3, is_sure)
     assert play(engine, ROWS).ids == plain.ids
@@ -67,11 +67,9 @@ def test_deterministic_gives_the_ids_of_the_plain_way(
 
 
 @ANYWHERE
-def test_proposals_come_from_graphs(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proposals_come_from_graphs(device: str, flash: Callable[..., Any]) -> None:
     """All steps without prompts, also those that check proposals: of the row's own ids, by settings."""
-    needs_flash(device)
-    model = tiny_models.save(tmp_path, *FLASH_FAMILIES["Llama"])
-    engine = engine_on(device, tmp_path, monkeypatch, dtype="bfloat16", speculate=3)
+    model, engine = flash(speculate=3)
     lines = {row: [8 + row, *[5, 6] * 9] for row in range(4)}
     played = player(engine)
     with noted(engine) as (computed, replayed):

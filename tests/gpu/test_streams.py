@@ -2,12 +2,11 @@
 launched. On CPU everything is computed at once, and only the tests themselves are proved.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from gpu_worker.engine.attention.backend import AttentionSpec, Geometry, KVCache, LayerSpec
@@ -17,9 +16,8 @@ from gpu_worker.engine.cuda.graphs import PLAIN, CudaGraphs
 from gpu_worker.engine.engine import InFlightStep, copy_step
 from gpu_worker.engine.sampling.sampler import SamplerOutput
 from tests.gpu.test_attention import flash_pair
-from tests.support.engine import tiny_models
 from tests.support.engine.attention_pair import LENGTHS, Pair, parts_of
-from tests.support.engine.on_cuda import ANYWHERE, FLASH_FAMILIES, ON_GPUS, engine_on, needs_flash
+from tests.support.engine.on_cuda import ANYWHERE, FLASH_FAMILIES, ON_GPUS, needs_flash
 from tests.support.engine.row_steps import BLOCKS, CPU, rows
 
 BUSY_CYCLES = 10**9
@@ -110,15 +108,11 @@ def test_plans_that_wait_in_pinned_memory_are_not_overwritten(device: str) -> No
 
 
 @ANYWHERE
-def test_captured_plans_are_those_of_their_own_replay(
-    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_captured_plans_are_those_of_their_own_replay(device: str, flash: Callable[..., Any]) -> None:
     """Replays follow each other while the device is busy: plans and inputs of the second step must not reach
     the first. Soft caps need plans.
     """
-    needs_flash(device)
-    tiny_models.save(tmp_path, *FLASH_FAMILIES["Gemma2"])
-    engine = engine_on(device, tmp_path, monkeypatch, dtype="bfloat16")
+    _, engine = flash(FLASH_FAMILIES["Gemma2"])
     graphs = engine.graphs
     assert isinstance(graphs, CudaGraphs) and not engine.loaded.backend.plan_free
     tables = np.arange(1, 11, dtype=np.int32).reshape(2, 5)
