@@ -100,17 +100,22 @@ class Player:
         self.starts[number] = start_row(number, ids, end, base, blocks, **params)
         return self.starts[number]
 
+    def start_after(
+        self, first: int, number: int, ids: Sequence[int], end: int, base: int = 0, **params: Any
+    ) -> NewRow:
+        """As `start`, after the blocks that a row, which has ended, has filled with the same ids and kept."""
+        computed = len(unpacked(self.starts[first].ids)) + len(self.ids[first]) - 1
+        num_blocks = min(computed, len(ids) - 1) // self.engine.block_size
+        return self.start_behind(self.tables[first][:num_blocks], number, ids, end, base, **params)
+
     def start_resumed(self, numbers: Sequence[int], end: int, base: int, by: int) -> list[NewRow]:
-        """Rows, `by` higher in number, that go on behind the first `base` tokens of others: in blocks that
-        these, which have ended, have filled and kept.
-        """
+        """Rows, `by` higher in number, that go on after the first `base` tokens of others."""
         starts = []
         for number in numbers:
-            first, ids = self.starts[number], self.ids[number][:base]
-            known = [*unpacked(first.ids), *ids]
-            blocks = self.tables[number][: (len(known) - 1) // self.engine.block_size]
+            first = self.starts[number]
+            known = [*unpacked(first.ids), *self.ids[number][:base]]
             params = {"sampling": first.request.sampling, "ignore_eos": first.request.stopping.ignore_eos}
-            starts.append(self.start_behind(blocks, by + number, known, end, base, **params))
+            starts.append(self.start_after(number, by + number, known, end, base, **params))
         assert any(start.num_cached for start in starts)
         return starts
 

@@ -36,7 +36,6 @@ def save(folder: Path, write: Write, config: dict[str, Any], family: str = "Llam
     """Writes a model whose layers' matrices are in a format; returns transformers' own of the same numbers,
     in float32.
     """
-    torch.manual_seed(2)
     tiny_models.save(folder, *tiny_models.FAMILIES[family])
     plain = folder / "plain"
     shutil.copytree(folder, plain)

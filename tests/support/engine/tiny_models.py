@@ -29,6 +29,8 @@ SIZES = {
     "eos_token_id": 2,
 }
 LLAMA = SIZES | {"intermediate_size": 128, "num_key_value_heads": 2}
+SPEAKING = LLAMA | {"vocab_size": 49_152, "eos_token_id": 2, "tie_word_embeddings": True}
+"""With room for the ids of the bundled tokenizer."""
 T5: dict[str, Any] = {
     "vocab_size": VOCAB,
     "d_model": 64,

@@ -38,6 +38,7 @@ from tests.support.chaos.engine import BLOCK_SIZE
 from tests.support.fleet.modeless_worker import ModelessEngine
 
 SPILL_STEPS = 5
+"""After so many its log is trimmed."""
 IDLE_MS = 20
 TTL_MS = 3_600_000  # longer than any test takes on a busy machine
 EOS = 2
@@ -159,7 +160,6 @@ class FakeWorker:
     """A worker that answers with `answer`. `pause` makes it keep all it holds until `going` is set.
 
     Attributes:
-        spill_steps: its log is trimmed after so many steps.
         most_tokens: no row gets more than so many.
         max_total_tokens: of a prompt and its answer together, as it announces.
         keeps_logits: whether it writes the logits that requests return.
@@ -169,7 +169,6 @@ class FakeWorker:
         live: the requests that it holds, by id.
     """
 
-    spill_steps = SPILL_STEPS
     most_tokens = sys.maxsize
     max_total_tokens = 8192
     keeps_logits = True
@@ -300,7 +299,7 @@ class FakeWorker:
         if outbox.is_empty:
             return
         self.steps += 1
-        self.agent.flusher.spill_due |= self.steps % self.spill_steps == 0
+        self.agent.flusher.spill_due |= self.steps % SPILL_STEPS == 0
         await self.agent.flusher.flush()
         for row, _ in outbox.terminals:
             await self.dequeue(row.request.request_id)

@@ -3,19 +3,15 @@ chunked and delayed.
 """
 
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
 
 from api.grammar.compile import Grammar, compile_unchecked
-from common import model_files
 from common.messages.plan import NewRow
 from common.messages.records import BeamSequence
 from common.messages.request import BeamParams, SamplingParams
@@ -25,7 +21,7 @@ from tests.support.engine.batch_player import Player, player
 from tests.support.engine.reference import Found
 from tests.support.engine.row_steps import plan
 from tests.support.engine.tiny_engine import engine_of, prompts
-from tests.support.engine.tiny_models import FAMILIES, LLAMA, VOCAB
+from tests.support.engine.tiny_models import FAMILIES, HYBRIDS, SPEAKING, VOCAB
 
 NEW_TOKENS = 12
 EARLY = (False, True, "never")
@@ -41,7 +37,8 @@ SEARCHES = [
     BeamParams(3, 0.6, 1),
 ]
 
-QUICK = ["Llama"]
+QUICK = ["Llama", "Granite4"]
+"""The second has states: beams take those of their parents."""
 SLOW = [
     pytest.param(family, marks=pytest.mark.slow)
     for family in ("DeepSeek-V3", "Llama-dynamic", "Qwen3-MoE", "Gemma2", "GPT2", "gpt-oss")
@@ -52,12 +49,8 @@ class Tiny:
     """An engine, and transformers' own model."""
 
     def __init__(self, folder: Path, family: str, **settings: Any) -> None:
-        torch.manual_seed(2)
-        tiny_models.save(folder, *FAMILIES[family])
+        self.model = tiny_models.save(folder, *(FAMILIES | HYBRIDS)[family])
         self.engine = engine_of(folder, **settings)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager"
-        )
 
     def expected(self, prompt: list[int], beams: BeamParams, **arguments: Any) -> list[Found]:
         return reference.beams(
@@ -117,6 +110,8 @@ def test_sequences_are_those_of_transformers(tmp_path: Path, family: str) -> Non
         assert {number: ids[number] for number in rows} == rows
         check_all(played, expected)
         assert len(played.free) == tiny.engine.ready.num_blocks
+        slots = tiny.engine.rows.state_slots
+        assert not slots or sorted(slots.free) == list(range(1, tiny.engine.ready.max_rows + 1))
 
 
 def test_searches_beside_others_that_run_ahead(llama: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,12 +148,9 @@ def test_a_search_behind_cached_blocks_and_the_prompts_log_probabilities(tmp_pat
     prompt, beams = prompts()[3], SEARCHES[1]
     played = player(tiny.engine)
     played.kept = set(played.free)
-    first = start(played, 1, prompt, beams, prompt_logprobs=0)
-    table = played.rows[1].blocks
-    played.run([first])
-    cached = table[: (len(prompt) - 1) // 16]
+    played.run([start(played, 1, prompt, beams, prompt_logprobs=0)])
     params: dict[str, Any] = {"beams": beams, "stop_ids": ENDS, "ignore_eos": True}
-    played.run([played.start_behind(cached, 2, prompt, NEW_TOKENS, **params)])
+    played.run([played.start_after(1, 2, prompt, NEW_TOKENS, **params)])
     assert played.steps[-1].released and len(played.prompt_logprobs[1]) == len(prompt) - 1
     check_all(played, dict.fromkeys((1, 2), tiny.expected(prompt, beams)))
 
@@ -201,11 +193,7 @@ def test_a_search_with_allowed_ids_ends_when_none_is_left(llama: Tiny) -> None:
 def speaking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Tokenizer]]:
     """A tiny model with a real tokenizer."""
     folder = tmp_path_factory.mktemp("speaking")
-    torch.manual_seed(2)
-    sizes = LLAMA | {"vocab_size": 49_152, "eos_token_id": 2, "tie_word_embeddings": True}
-    tiny_models.save(folder, "Llama", sizes)
-    shutil.copy(model_files.resolve("smollm2") / "tokenizer.json", folder)
-    engine = engine_of(folder)
+    engine = engine_of(tiny_models.save_with_tokenizer(folder, "Llama", SPEAKING))
     engine.matchers.waits = True
     yield engine, Tokenizer.from_file(str(folder / "tokenizer.json"))
 

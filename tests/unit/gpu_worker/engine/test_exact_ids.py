@@ -66,34 +66,19 @@ def test_ids_equal_generate(engine: Engine, prompts: list[list[int]], indices: l
 @AHEAD
 def test_ids_of_rows_that_start_with_blocks_of_others(engine: Engine, prompts: list[list[int]]) -> None:
     """Of a prompt's twin while it runs, and of the next turn, which has the answer, too."""
-    indices = FEWER
-    answers, played = expected(prompts, indices), player(engine)
-    played.kept = set(played.free)
-    firsts = [played.start(index, prompts[index], new_tokens(indices)) for index in indices]
-    tables = {index: played.rows[index].blocks for index in indices}
-    played.run(firsts)
-    played.kept = {block for table in tables.values() for block in table}
-
-    def cached(index: int, ids: list[int]) -> list[int]:
-        known = len(prompts[index]) + len(answers[index]) - 1
-        return tables[index][: min(known, len(ids) - 1) // engine.block_size]
-
-    twins = [
-        played.start_behind(cached(index, prompts[index]), 100 + index, prompts[index], new_tokens(indices))
-        for index in indices
-    ]
+    answers, played = expected(prompts, FEWER), player(engine)
+    played.kept, end = set(played.free), new_tokens(FEWER)
+    played.run([played.start(index, prompts[index], end) for index in FEWER])
+    twins = [played.start_after(index, 100 + index, prompts[index], end) for index in FEWER]
     assert any(start.num_cached for start in twins)
     ids = played.run(twins)
-    assert {index: ids[100 + index] for index in indices} == answers
-    turns = {index: [*prompts[index], *answers[index], *prompts[0][:5]] for index in indices}
-    played.run([played.start(200 + index, turn, new_tokens(indices)) for index, turn in turns.items()])
-    seconds = [
-        played.start_behind(cached(index, turn), 300 + index, turn, new_tokens(indices))
-        for index, turn in turns.items()
-    ]
+    assert {index: ids[100 + index] for index in FEWER} == answers
+    turns = {index: [*prompts[index], *answers[index], *prompts[0][:5]] for index in FEWER}
+    played.run([played.start(200 + index, turn, end) for index, turn in turns.items()])
+    seconds = [played.start_after(index, 300 + index, turn, end) for index, turn in turns.items()]
     assert max(start.num_cached for start in seconds) > max(start.num_cached for start in twins)
     played.run(seconds)
-    assert {index: ids[300 + index] for index in indices} == {index: ids[200 + index] for index in indices}
+    assert {index: ids[300 + index] for index in FEWER} == {index: ids[200 + index] for index in FEWER}
 
 
 def test_freed_blocks_are_nan_unless_they_are_full(engine: Engine, prompts: list[list[int]]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from common.messages.request import BeamParams, SamplingParams
 from gpu_worker.engine.engine import Engine
@@ -99,10 +100,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
 def play_beside(engine: Engine, adapter: str, **params: Any) -> Player:
     """Rows of the prompts, and beside them one without an adapter."""
     played = player(engine, 20)
-    names = [adapter] * len(PROMPTS)
     starts = [
-        played.start(row, prompt, NUM_NEW, ignore_eos=True, adapter=name, **params)
-        for row, (prompt, name) in enumerate(zip(PROMPTS, names, strict=True))
+        played.start(row, prompt, NUM_NEW, ignore_eos=True, adapter=adapter, **params)
+        for row, prompt in enumerate(PROMPTS)
     ]
     played.run([*starts, played.start(9, PROMPTS[0], NUM_NEW, ignore_eos=True)])
     return played
@@ -257,8 +257,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"noise" * 99),
         "is damaged",
     ),
-    "another layer": (lambda folder: move_to_another_layer(folder), "no such linear layer"),
-    "a layer under two names": (lambda folder: name_twice(folder), "under two names"),
+    "another layer": (lambda folder: rename(folder, "layers.9", False), "no such linear layer"),
+    "a layer under two names": (
+        lambda folder: rename(folder, "language_model.layers.0", True),
+        "under two names",
+    ),
     "another width": (
         lambda folder: change_weights(folder, **{QUERY: torch.zeros(4, 63)}),
         "63 → 64 features, and the model has 64 → 64",
@@ -267,51 +270,30 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: change_weights(folder, **{QUERY: torch.full((4, 64), torch.inf)}),
         "not finite",
     ),
-    "a rank that is too large": (
-        lambda folder: save_adapter(MODELS[0], folder, 1, r=65),
-        "more than MAX_LORA_RANK (64)",
-    ),
 }
-MODELS: list[Any] = []
 
 
 def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-9])
 
 
-def name_twice(folder: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
+def rename(folder: Path, layer: str, keeps: bool) -> None:
+    """Give a part of the first layer another name; `keeps`: one more."""
     file = folder / "adapter_model.safetensors"
     tensors = load_file(file)
     query = {name: tensor for name, tensor in tensors.items() if "layers.0.self_attn.q_proj" in name}
-    save_file(
-        tensors | {name.replace(".layers", ".language_model.layers"): one + 0 for name, one in query.items()},
-        file,
-    )
-
-
-def move_to_another_layer(folder: Path) -> None:
-    change_weights(folder, **{QUERY: None, "layers__0__self_attn__q_proj__lora_B__weight": None})
-    from safetensors.torch import load_file, save_file
-
-    file = folder / "adapter_model.safetensors"
-    tensors = load_file(file)
-    for half, shape in (("lora_A", (4, 64)), ("lora_B", (64, 4))):
-        tensors[f"base_model.model.model.layers.9.self_attn.q_proj.{half}.weight"] = torch.zeros(shape)
-    save_file(tensors, file)
+    rest = {name: tensor for name, tensor in tensors.items() if keeps or name not in query}
+    save_file(rest | {name.replace("layers.0", layer): one + 0 for name, one in query.items()}, file)
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    folder = tmp_path_factory.mktemp("model")
-    MODELS[:] = [tiny_models.save(folder, *tiny_models.FAMILIES["Llama"])]
-    return engine_of(folder)
+def engine(llama: tuple[Any, Path]) -> Engine:
+    return engine_of(llama[1])
 
 
 @pytest.fixture
-def folder(engine: Engine, tmp_path: Path) -> Path:
-    return save_adapter(MODELS[0], tmp_path / "adapter", 1)
+def folder(llama: tuple[Any, Path], tmp_path: Path) -> Path:
+    return save_adapter(llama[0], tmp_path / "adapter", 1)
 
 
 def refusal(engine: Engine, folder: Path) -> str:
@@ -332,3 +314,8 @@ def test_files_that_do_not_fit_are_refused(engine: Engine, folder: Path, name: s
     damage, cause = DAMAGES[name]
     damage(folder)
     assert cause in refusal(engine, folder)
+
+
+def test_a_rank_that_is_too_large_is_refused(engine: Engine, llama: tuple[Any, Path], tmp_path: Path) -> None:
+    wide = save_adapter(llama[0], tmp_path, 1, r=65)
+    assert "more than MAX_LORA_RANK (64)" in refusal(engine, wide)

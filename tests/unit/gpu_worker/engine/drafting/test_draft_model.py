@@ -184,8 +184,7 @@ def play_guided(engine: Engine, **how: Any) -> Player:
 
 @pytest.fixture(scope="module")
 def speaking(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sizes = tiny_models.LLAMA | {"vocab_size": 49_152, "eos_token_id": 2, "tie_word_embeddings": True}
-    return tiny_models.save_with_tokenizer(tmp_path_factory.mktemp("model"), "Llama", sizes)
+    return tiny_models.save_with_tokenizer(tmp_path_factory.mktemp("model"), "Llama", tiny_models.SPEAKING)
 
 
 @pytest.fixture(scope="module")

@@ -162,8 +162,7 @@ def test_rows_sample_as_on_one_rank(
 @pytest.mark.parametrize("ranks", [SHARDS, pytest.param((2, 2), marks=pytest.mark.slow)], indirect=True)
 def test_rows_with_a_grammar_have_the_ids_of_one_rank(ranks: Communicator, tmp_path: Path) -> None:
     """Whole and resumed."""
-    sizes = LLAMA | {"vocab_size": 49_152, "eos_token_id": 2, "tie_word_embeddings": True}
-    tiny_models.save_with_tokenizer(tmp_path, "Llama", sizes)
+    tiny_models.save_with_tokenizer(tmp_path, "Llama", tiny_models.SPEAKING)
     source = compile_unchecked(Grammar("regex", r'\{"word": "[a-z]{2,9}"\}', "f"))
     sampling = SamplingParams(grammar=source, temperature=1.2, seed=5)
     alone, rows = engine_of(tmp_path), dict(enumerate(prompts()))

@@ -29,9 +29,9 @@ from gpu_worker.engine.states.model_states import (
 from gpu_worker.engine.states.scans import continued
 from gpu_worker.protocol import AdapterAnswer, SetAdapter, UnservableModel
 from tests.support.adapters.tiny_adapters import check_adapters, load_adapters, save_adapter
-from tests.support.engine import reference, tiny_models
+from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player, player
-from tests.support.engine.tiny_engine import NEW_TOKENS, answers, engine_of, play, prompts
+from tests.support.engine.tiny_engine import answers, engine_of, play, prompts
 from tests.support.engine.tiny_models import HYBRIDS
 from tests.support.parameters.slow_but import slow_but
 
@@ -86,28 +86,6 @@ def test_an_engine_wakes_with_empty_slots(granite: tuple[Path, Ids]) -> None:
     assert {len(state) for one in states.pool.values() for state in one.values()} == {1}
     assert engine.wake_up(print).max_rows == states.num_slots
     assert play(engine, dict(enumerate(prompts()))) == granite[1]
-
-
-def test_beams_take_the_states_of_their_parents(granite: tuple[Path, Ids], engine: Engine) -> None:
-    model = AutoModelForCausalLM.from_pretrained(granite[0], dtype=torch.float32, attn_implementation="eager")
-    ends = list(range(3, tiny_models.VOCAB, 9))
-    played = player(engine, 20)
-    cases = dict(
-        enumerate((prompt, BeamParams(width, 1.0, 0)) for prompt in prompts()[1:3] for width in (2, 4))
-    )
-    starts = [
-        played.start(number, prompt, 12, beams=beams, stop_ids=ends, ignore_eos=True)
-        for number, (prompt, beams) in cases.items()
-    ]
-    played.run([*starts, played.start(9, prompts()[3], NEW_TOKENS, ignore_eos=True)], lead=1)
-    for number, (prompt, beams) in cases.items():
-        options: dict[str, Any] = {"num_beams": beams.width, "length_penalty": 1.0, "early_stopping": False}
-        options |= {"max_new_tokens": 12, "eos_token_id": ends, "pad_token_id": 0}
-        expected = reference.beams(model, prompt, **options)
-        assert [sequence.ids for sequence in played.sequences[number]] == [ids for ids, _ in expected]
-    assert played.ids[9] == granite[1][3]
-    slots = engine.rows.state_slots
-    assert slots and sorted(slots.free) == list(range(1, engine.ready.max_rows + 1))
 
 
 @pytest.mark.slow
