@@ -318,15 +318,12 @@ async def publish(relay: Relay, number: int, *events: Tokens | Terminal, source:
     list(relay.deliver(event_message(number, *events, source=source)))
 
 
-async def shown(
-    relay: Relay, num_tokens: int, source: str = "w1", attempt: int = 1, **options: Any
-) -> Stream:
+async def shown(relay: Relay, num_tokens: int) -> Stream:
     """A stream with tokens that a worker made."""
-    stream = new_stream(channel=relay.channel, gateway="g0", **options)
+    stream = new_stream(channel=relay.channel, gateway="g0")
     relay.add(stream)
     relay.note_admitted(stream)
-    if num_tokens:
-        await publish(relay, 1, tokens(0, num_tokens, attempt), source=source)
+    await publish(relay, 1, tokens(0, num_tokens))
     return stream
 
 

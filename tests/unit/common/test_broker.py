@@ -66,7 +66,7 @@ async def refusal(url: str) -> str:
 
 
 async def test_a_server_that_never_answers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(access, "CONNECT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("deploy.launcher.prepare.CONNECT_TIMEOUT_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         assert "did not answer in time" in await refusal(f"redis://127.0.0.1:{silent.getsockname()[1]}")
 
@@ -613,16 +613,16 @@ async def test_a_write_to_a_closed_transport_is_a_lost_connection(
 ENTRY = PoolEntry("redis://a:6379", ["mine"], "org/mine", "", 2, 0, 3, 4, 512)
 
 
-async def age(redis: Redis, pool: str, seconds: float) -> None:
-    await redis.zincrby(Keys.pools, -seconds, pool)
+async def age(redis: Redis, seconds: float) -> None:
+    await redis.zincrby(Keys.pools, -seconds, "a")
 
 
 async def test_a_silent_pool_is_not_live_and_leaves_after_an_hour(redis: Redis) -> None:
     directory = DirectoryClient(redis)
     await directory.publish("a", ENTRY)
-    await age(redis, "a", SILENT_S + 1)
+    await age(redis, SILENT_S + 1)
     assert not (await directory.read())["a"].is_live
-    await age(redis, "a", TTL_S)
+    await age(redis, TTL_S)
     await directory.publish("b", ENTRY)
     assert (await directory.read()).keys() == {"b"}
     assert await redis.hkeys(Keys.pool_entries) == [b"b"]  # type: ignore[misc]
@@ -634,7 +634,7 @@ async def test_a_name_belongs_to_one_broker_until_that_one_is_silent(redis: Redi
     await directory.publish("a", ENTRY)
     assert await directory.publish("a", other) == ENTRY.address
     assert (await directory.read())["a"].entry == ENTRY
-    await age(redis, "a", SILENT_S + 1)
+    await age(redis, SILENT_S + 1)
     assert await directory.publish("a", other) == ""
     assert (await directory.read())["a"].entry == other
 
