@@ -434,21 +434,6 @@ async def works() -> AsyncIterator[Works]:
 LONG = 2 * SHORT_BYTES
 
 
-async def test_two_long_texts_at_a_time_and_the_others_in_order(works: Works) -> None:
-    for name in ("a", "b", "c", "d"):
-        works.start(name, LONG)
-    await works.until("a", "b")
-    await works.end("a")
-    await works.until("b", "c")
-
-
-async def test_short_texts_do_not_wait_for_long_ones(works: Works) -> None:
-    sizes = {"long": LONG, "next": LONG, "last": LONG, "a": SHORT_BYTES, "b": SHORT_BYTES}
-    for name, size in sizes.items():
-        works.start(name, size)
-    await works.until("long", "next", "a", "b")
-
-
 @pytest.mark.parametrize(
     ("num_threads", "names"), [(1, ("long",)), (2, ("long", "a")), (3, ("long", "next", "a"))]
 )

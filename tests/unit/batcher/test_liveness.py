@@ -35,7 +35,6 @@ from common.messages.plan import Report
 from tests.support.broker_state import KEYS, make_request, send_heartbeat, start_worker
 from tests.support.fleet.simulated_pool import make_replica
 from tests.support.machine.clock import Clock
-from tests.support.waiting import wait_until
 
 # --- failure detector ---------------------------------------------------------------------------------------
 
@@ -312,21 +311,6 @@ async def test_renewing_after_a_newer_epoch_raises_though_nobody_holds_it_now(re
         await lease.renew()
 
 
-def fail_twice(lease: Lease) -> list[ConnectionError]:
-    """Have the next two calls of the script fail. Returns those that have failed."""
-    failures = list[ConnectionError]()
-
-    class FailingPool(PoolClient):
-        async def run(self, call: ScriptCall[Reply]) -> Reply:
-            if len(failures) < 2:
-                failures.append(ConnectionError("away"))
-                raise failures[-1]
-            return await super().run(call)
-
-    lease.pool = FailingPool(lease.pool.redis, lease.pool.keys)
-    return failures
-
-
 async def test_releasing_without_a_broker_raises_nothing(redis: Redis) -> None:
     class AbsentPool(PoolClient):
         async def run(self, call: ScriptCall[Reply]) -> Reply:
@@ -337,20 +321,6 @@ async def test_releasing_without_a_broker_raises_nothing(redis: Redis) -> None:
     lease.pool = AbsentPool(redis, KEYS)
     await lease.release()
     assert await redis.get(KEYS.batcher) == b"b0"
-
-
-async def test_it_is_kept_until_another_takes_it(redis: Redis) -> None:
-    """While the broker fails, too."""
-    lease = make_lease(redis, "b0", ttl_s=1.0)
-    await lease.acquire()
-    failures = fail_twice(lease)
-    acquired_until_s = lease.expires_s
-    keeping = asyncio.create_task(lease.renew_forever())
-    await wait_until(lambda: lease.expires_s > acquired_until_s and len(failures) == 2)
-    await redis.delete(KEYS.batcher)
-    await redis.incr(KEYS.epoch)
-    with pytest.raises(LeaseLost):
-        await keeping
 
 
 async def test_a_lease_that_may_have_expired_is_confirmed_by_the_broker(redis: Redis) -> None:
