@@ -204,9 +204,10 @@ async def test_browsers_get_the_page_and_other_clients_the_health(broker: Broker
 async def test_the_timeline_of_a_job_with_any_id(broker: Broker) -> None:
     async with serving(broker.url) as (gateway, client):
         life = encode(Timeline([TimelineEvent(5, "queued", num_tokens=3)]))
-        await gateway.pool.client.redis.xadd(KEYS.timeline, {"team/a=1+2#0": life, "team/b": life})
+        lives: dict[Any, Any] = {f"team/{name}": life for name in ("a=1+2#0", "a=1+2.1", "a=1+20", "b")}
+        await gateway.pool.client.redis.xadd(KEYS.timeline, lives)
         found = await client.get(f"/fleet/requests/{quote('team/a=1+2', safe='')}")
-        assert found.status_code == 200 and list(found.json()["timelines"]) == ["team/a=1+2#0"]
+        assert list(found.json()["timelines"]) == ["team/a=1+2#0", "team/a=1+2.1"]
         assert (await client.get("/fleet/requests/team")).status_code == 404
 
 

@@ -549,17 +549,6 @@ async def test_a_timeline_from_queue_to_end(redis: Redis) -> None:
     assert await redis.pttl(KEYS.timeline) > 0
 
 
-async def test_reading_a_request_finds_its_choices(redis: Redis) -> None:
-    writer = make_writer(redis)
-    for name in ("r1.0", "r1.1", "r10", "r1", "job#0"):
-        writer.record_queued(sequence(name))
-    await writer.write()
-    assert list(await read_timelines(PoolClient(redis, KEYS), "r1")) == ["r1", "r1.0", "r1.1"]
-    assert list(await read_timelines(PoolClient(redis, KEYS), "r1.1")) == ["r1.1"]
-    assert list(await read_timelines(PoolClient(redis, KEYS), "job")) == ["job#0"]
-    assert await read_timelines(PoolClient(redis, KEYS), "r") == {}
-
-
 async def test_reading_goes_back_as_far_as_needed_and_skips_undecodable_fields(redis: Redis) -> None:
     def entry(name: str, *happenings: TimelineEvent) -> dict[Any, Any]:
         return {name: encode(Timeline(list(happenings)))}
