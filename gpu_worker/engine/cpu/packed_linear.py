@@ -93,20 +93,17 @@ def pack_blocks(
     kernels read them (kernels/blocks.h); the struct points into the tensors [...] of several dtypes.
     """
     factors = [factor for factor in (blocks.scales, blocks.offsets) if factor is not None]
-    quants = in_panels(blocks.quants, panel)
-    in_bytes = quants.view(*quants.shape[:2], -1, 8 // blocks.bits, 4, words).transpose(3, 4)
+    halves = torch.unflatten(in_panels(blocks.quants, panel), 2, (-1, 8 // blocks.bits, 4, words))
     tensors = [
-        pages.move(pack_quants(in_bytes.flatten(2), blocks.bits, words)),
+        pages.move(pack_quants(halves.transpose(3, 4).flatten(2), blocks.bits, words)),
         *(pages.move(in_panels(factor, panel).transpose(1, 2)) for factor in factors),
     ]
-    of_quants, scales, offsets = (*(tensor.data_ptr() for tensor in tensors), None)[:3]
+    quants, scales, offsets = (*(tensor.data_ptr() for tensor in tensors), None)[:3]
     half, codes = blocks.scales.dtype == torch.float16, None
     if blocks.codes is not None:
         tensors += [pages.move(blocks.codes.float())]
         codes = tensors[-1].data_ptr()
-    return native.structs["Blocks"](
-        of_quants, scales, offsets, codes, blocks.bits, blocks.size, half
-    ), tensors
+    return native.structs["Blocks"](quants, scales, offsets, codes, blocks.bits, blocks.size, half), tensors
 
 
 def pack_quants(quants: torch.Tensor, bits: int, words: int) -> torch.Tensor:
