@@ -83,7 +83,7 @@ async def test_streams_outlive_a_failover() -> None:
 # --- all kinds of work --------------------------------------------------------------------------------------
 
 COUNTS = {"gateway": 2, "batcher": 2, "agent": 2, "engine": 2}
-NUM_STRIKES, EVERY_S, NUM_CLIENTS = 30, 0.8, 4
+NUM_STRIKES, EVERY_S, NUM_CLIENTS = 24, 0.8, 4
 NUM_LINES, NUM_CHATS, NUM_RESPONSES, NUM_JOBS = 1500, 240, 120, 60
 NUM_TOKENS = 20
 ADMIN = "sesame"
@@ -218,7 +218,7 @@ async def each(numbers: Iterator[int], act: Callable[[int], Awaitable[None]]) ->
 
 async def strike(fleet: ChaosFleet) -> None:
     attack = Attack(fleet, fleet.directory, Path(fleet.broker["files"]))
-    for one in islice(draw_strikes(1, targets_of(COUNTS), EVERY_S, ("stop", "broker")), NUM_STRIKES):
+    for one in islice(draw_strikes(2, targets_of(COUNTS), EVERY_S, ("stop", "broker")), NUM_STRIKES):
         await asyncio.sleep(one.pause_s)
         await attack.strike(one)
     assert not attack.lost
