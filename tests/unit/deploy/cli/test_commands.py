@@ -36,6 +36,7 @@ from tests.support.fleet.scripted_worker import Answer
 from tests.support.forks.command import tokenfleet
 from tests.support.machine.ports import free_port
 from tests.support.other_servers import FLEET
+from tests.support.source_tree import python_path
 
 # --- adapters -----------------------------------------------------------------------------------------------
 
@@ -334,10 +335,11 @@ def test_lines_for_a_pipe_are_not_folded_and_have_no_spaces_at_their_ends(
 
 
 @pytest.fixture(autouse=True)
-def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with folders of fleets in it, in which launchers have their sockets: its name is short."""
     for name in ("PORT", "REDIS_URL", "DIRECTORY_URL", "POOL"):
         monkeypatch.delenv(name, raising=False)
+    tmp_path_factory.getbasetemp()  # pytest's is outside this one, which ends with the test
     with tempfile.TemporaryDirectory() as name:
         monkeypatch.setattr("tempfile.tempdir", name)
         for own in ("mine", "theirs", "elsewhere"):
@@ -426,7 +428,7 @@ async def test_where_nobody_answers_this_users_fleets_are_named(folder: Path) ->
 async def test_a_command_at_a_broker_acts_on_the_fleet_of_its_folder_only(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environ = os.environ | {"TMPDIR": str(folder)}
+    environ = os.environ | {"TMPDIR": str(folder), "PYTHONPATH": python_path()}
     with brokers.running() as broker:
         async with running(folder / "mine", 1, broker.url):
             for own, code, problem in (
