@@ -18,7 +18,7 @@ MOST = {  # statements, lines
     "gpu_worker": (10_869, 20_726),
     "common": (3_729, 7_449),
     "deploy": (2_497, 4_325),
-    "tests": (30_273, 52_810),
+    "tests": (30_267, 52_802),
     "benchmarks": (2_046, 3_420),
 }
 MOST_WORDS_OF_DOCS = 21_821
