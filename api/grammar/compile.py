@@ -18,6 +18,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -153,11 +154,6 @@ def read_structural_tag(value: Any, field: str) -> Grammar:
     return Grammar("structural_tag", json.dumps(tag.get("format", tag)), field)
 
 
-def read_choice(value: Any, field: str) -> Grammar:
-    """A list of texts. Raises ApiError."""
-    return Grammar("choice", json.dumps([text(one, field) for one in a_list(value, field)]), field)
-
-
 def as_json(value: Any, field: str) -> Any:
     """A value that may be given as its JSON text. Raises ApiError."""
     try:
@@ -193,7 +189,9 @@ def type_of(value: Any, kinds: Collection[str], place: str) -> str:
 KINDS: Mapping[str, Callable[[Any, str], Grammar]] = {
     "json": read_schema,
     "regex": lambda value, field: Grammar("regex", text(value, field), field),
-    "choice": read_choice,
+    "choice": lambda value, field: Grammar(
+        "choice", json.dumps([text(one, field) for one in a_list(value, field)]), field
+    ),
     "grammar": lambda value, field: Grammar("grammar", text(value, field), field),
     "json_object": lambda value, field: Grammar("json", ANY_OBJECT, field),
     "structural_tag": read_structural_tag,
@@ -218,10 +216,8 @@ async def compile_grammar(grammar: Grammar, tokenizer: ModelTokenizer | None = N
     if grammar.kind == COMPILED:
         return grammar.text
     check_size(grammar.field, grammar.text)
-    special_ids: SpecialIds = ()
-    if tokenizer is not None and grammar.kind == "structural_tag":
-        special_ids = tuple(tokenizer.special_tokens.items())
-    return await run_apart(grammar.field, compile_checked, grammar, special_ids)
+    special_ids = tokenizer.special_tokens if tokenizer and grammar.kind == "structural_tag" else {}
+    return await run_apart(grammar.field, compile_checked, grammar, tuple(special_ids.items()))
 
 
 def check_size(field: str, text: str) -> None:
@@ -310,8 +306,7 @@ CALLER = ThreadPoolExecutor(1, thread_name_prefix="compile-grammars")
 def start() -> tuple["subprocess.Popen[bytes]", Connection]:
     """Start the process that compiles."""
     ours, theirs = Pipe()
-    code = f"from api.grammar.compile import main; main({theirs.fileno()})"
-    command = [sys.executable, "-P", "-c", code]
+    command = [sys.executable, "-P", "-c", f"from api.grammar.compile import main; main({theirs.fileno()})"]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
     theirs.close()
     return process, ours
@@ -353,14 +348,12 @@ def main(fd: int) -> None:
     set_limit(resource.RLIMIT_CORE, 0)
     set_limit(resource.RLIMIT_STACK, STACK_BYTES)
     set_limit(resource.RLIMIT_AS, MEMORY_BYTES)
-    with contextlib.suppress(OSError):
-        # before the gateway, where a container's memory ends first
+    with contextlib.suppress(OSError):  # before the gateway, where a container's memory ends first
         Path("/proc/self/oom_score_adj").write_text("1000")
     with contextlib.suppress(EOFError):
         while True:
             work, args = connection.recv()
-            used_s = resource.getrusage(resource.RUSAGE_SELF)
-            set_limit(resource.RLIMIT_CPU, int(used_s.ru_utime + used_s.ru_stime) + 1 + CPU_S)
+            set_limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + CPU_S)
             try:
                 connection.send(work(*args))
             except ApiError as error:

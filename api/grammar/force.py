@@ -27,14 +27,7 @@ from api.answers.call_formats import (
 from api.answers.call_readers import resolve_reference, types_of
 from api.answers.scanner import NO_NAME, Tool
 from api.errors import ApiError
-from api.grammar.compile import (
-    Grammar,
-    cannot_compile,
-    check_size,
-    checked,
-    compile_checked,
-    run_apart,
-)
+from api.grammar.compile import Grammar, cannot_compile, check_size, checked, compile_checked, run_apart
 from api.grammar.lark import TEXT, Lark, SpecialIds, enforced, literal, one_of, regex
 
 LINES = r"/\n{0,2}/"
@@ -148,8 +141,7 @@ def call_source(
     if is_required:
         return lark.source(f"{lark.marked(writing.mark)} {rest}")
     if not writing.mark:
-        first = re.escape((writing.open + writing.call)[0])
-        other = lark.rule(regex(rf"[^\s{first}](.|\n)*"))
+        other = lark.rule(regex(rf"[^\s{re.escape((writing.open + writing.call)[0])}](.|\n)*"))
         return lark.source(f"({other} | {rest})?")
     found, text = f"{lark.until(writing.mark)} {rest}", lark.rule(TEXT)
     return lark.source(f"({found})* {text}" if is_parallel else f"{found} | {text}")
@@ -234,17 +226,13 @@ PARTS: Mapping[str, Callable[[Lark, Tool, Mapping[str, Any]], str]] = {
 # --- schemas of arguments -----------------------------------------------------------------------------------
 
 
-def field_of(tool: Tool) -> str:
-    return f"tools.{tool.name}.parameters"
-
-
 def forced_schema(tool: Tool) -> Mapping[str, Any]:
     """The schema that a grammar forces: the function's own, or any object if that cannot be compiled. Raises
     ApiError if the function is strict, and its schema cannot be compiled.
     """
     schema = {**(inlined(tool.parameters) or {"properties": {}}), "type": "object"}
     try:
-        compile_checked(Grammar("json", json.dumps(schema), field_of(tool), closed=True))
+        compile_checked(Grammar("json", json.dumps(schema), f"tools.{tool.name}.parameters", closed=True))
     except ApiError:
         if tool.strict:
             raise
@@ -275,11 +263,10 @@ def properties_of(tool: Tool, schema: Mapping[str, Any]) -> Iterator[tuple[str, 
 
 def check_keywords(tool: Tool, schema: Mapping[str, Any]) -> None:
     """Raises ApiError for a strict function whose schema has a keyword that its calls cannot be held to."""
-    for keyword in UNHELD:
-        if tool.strict and keyword in schema:
-            raise unsupported(tool, keyword)
+    if tool.strict and (unheld := [keyword for keyword in UNHELD if keyword in schema]):
+        raise unsupported(tool, unheld[0])
 
 
 def unsupported(tool: Tool, keyword: str) -> ApiError:
     cause = f"the keyword `{keyword}` is not supported in the format in which this model writes calls"
-    return cannot_compile(field_of(tool), cause)
+    return cannot_compile(f"tools.{tool.name}.parameters", cause)

@@ -78,14 +78,8 @@ class Lark:
 
     def marked(self, text: str) -> str:
         """A text that may have special tokens in it; nothing for the empty text."""
-        return " ".join(map(self.mark, self.pieces(text)))
-
-    def any_marked(self, texts: Sequence[str]) -> str:
-        """One of the texts, which may have special tokens in them; nothing for none."""
-        return one_of(map(self.marked, texts)) if len(texts) > 1 else "".join(map(self.marked, texts))
-
-    def mark(self, piece: str) -> str:
-        return f"<[{self.special_ids[piece]}]>" if piece in self.special_ids else literal(piece)
+        ids = self.special_ids
+        return " ".join(f"<[{ids[one]}]>" if one in ids else literal(one) for one in self.pieces(text))
 
     def pieces(self, text: str) -> list[str]:
         """A text, split at the special tokens in it."""
@@ -94,11 +88,8 @@ class Lark:
         return [piece for piece in pieces if piece]
 
     def rule(self, body: str, option: str = "", kind: str = "rule") -> str:
+        """A rule's name. A lexeme, of regexes and literals, takes the longest text that matches."""
         return self.rules.setdefault((kind, f"{option}: {body}"), f"{kind}_{len(self.rules)}")
-
-    def lexeme(self, pattern: str) -> str:
-        """One lexeme of regexes and literals; it takes the longest text that matches."""
-        return self.rule(pattern, kind="LEXEME")
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """A JSON value."""
@@ -110,9 +101,9 @@ class Lark:
         """
         head, *tail = self.pieces(mark)
         if head in self.special_ids:
-            return f"{self.lexeme(pattern)} {self.marked(mark)}"
-        before = self.lexeme(f"{pattern} {literal(head)}")
-        return " ".join([before if tail else self.rule(before, "[lazy]"), *map(self.mark, tail)])
+            return f"{self.rule(pattern, kind='LEXEME')} {self.marked(mark)}"
+        before = self.rule(f"{pattern} {literal(head)}", kind="LEXEME")
+        return f"{before} {self.marked(''.join(tail))}" if tail else self.rule(before, "[lazy]")
 
     # --- formats of structural tags -------------------------------------------------------------------------
 
@@ -140,20 +131,24 @@ class Lark:
                 part = self.marked(value)
             case _:
                 raise ValueError(f"a format of type {quoted(form.get('type'))} is not served: {quoted(form)}")
-        return f"{part} {self.any_marked(after or ())}"
+        return f"{part} {one_of(map(self.marked, after))}" if after else part
 
     def text(self, pattern: str, after: Following) -> str:
         """A text that matches a pattern, up to a text that follows."""
         if after is None:
             raise ValueError("free text has no end: it must be the last, or in a tag with an `end`")
-        return one_of(self.until(mark, pattern) for mark in after) if after else self.lexeme(pattern)
+        return (
+            one_of(self.until(mark, pattern) for mark in after)
+            if after
+            else self.rule(pattern, kind="LEXEME")
+        )
 
     def tag(self, tag: Mapping[str, Any], after: Following, trigger: str = "") -> str:
         """A tag without the trigger that it begins with. Without an end, it goes on up to what follows."""
         ends, rest = texts_of(tag, "end"), tag.get("begin", "").removeprefix(trigger)
         content = tag.get("content", {"type": "json_schema", "json_schema": tag.get("schema")})
         inner = f"{self.marked(rest)} {self.format(content, ends or after)}"
-        return f"{inner} {self.any_marked(after or ())}" if ends else inner
+        return f"{inner} {one_of(map(self.marked, after))}" if ends and after else inner
 
     def triggered(self, form: Mapping[str, Any], tags: Sequence[Any], after: Following) -> str:
         """Free text, with tags wherever their triggers come."""
@@ -170,9 +165,8 @@ class Lark:
             return first
         later = self.rule(one_of(f"{self.until(trigger)} {tag}" for trigger, tag in written))
         text = self.text(TEXT, after)
-        if stops:
-            return one_of([later, text])
-        return f"{first if form.get('at_least_one') else ''} ({later})* {text}"
+        begin = first if form.get("at_least_one") else ""
+        return one_of([later, text]) if stops else f"{begin} ({later})* {text}"
 
 
 def check_fields(part: Any) -> None:

@@ -183,7 +183,7 @@ void multiply_rounded_rows(int count, const Grain* rows, const Linear& linear, i
     with_kind(linear.blocks, [&](auto kind) {
         typedef decltype(kind) K;
         if constexpr (ROUNDS<T> && !K::CODES) {
-            if (linear.blocks.size < GRAIN) 
+            if (linear.blocks.size < GRAIN)
                 multiply_all_rounded<T, K, GRAIN / 2>(count, rows, linear, panel, sums);
             else multiply_all_rounded<T, K, GRAIN>(count, rows, linear, panel, sums);
         }
