@@ -101,7 +101,7 @@ def pack_blocks(
     quants, scales, offsets = (*(tensor.data_ptr() for tensor in tensors), None)[:3]
     half, codes = blocks.scales.dtype == torch.float16, None
     if blocks.codes is not None:
-        tensors += [pages.move(blocks.codes.float())]
+        tensors.append(pages.move(blocks.codes.float()))
         codes = tensors[-1].data_ptr()
     return native.structs["Blocks"](quants, scales, offsets, codes, blocks.bits, blocks.size, half), tensors
 
@@ -323,7 +323,7 @@ def multiplies_correctly(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
         Blocks(signed.to(torch.int8), scales / 128, None),
         Blocks((signed & 15).to(torch.uint8), scales.float(), None, torch.randn(16, generator=random)),
     ]
-    off, are_equal = 0.0, True
+    off, are_right = 0.0, True
     for blocks in kinds:
         linear = nn.Linear(TRIAL_SIZE, TRIAL_SIZE, bias=False)
         linear.weight = nn.Parameter(blocks.widen(dtype), requires_grad=False)
@@ -331,11 +331,11 @@ def multiplies_correctly(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
         packed = NativeLinear(linear, library, True, LargePages(), blocks, plain=False)
         found = plain(rows)
         off = max(off, float((found - rows.float() @ linear.weight.float().T).abs().max()))
-        are_equal &= all(torch.equal(found[:count], packed(rows[:count])) for count in (1, 2, TRIAL_SIZE))
+        are_right &= all(torch.equal(found[:count], packed(rows[:count])) for count in (1, 2, TRIAL_SIZE))
         packed.struct.blocks.rounds = True
-        are_equal &= bool((packed(rows) - found).abs().max() <= ROUNDED_ERROR)
-    if off > TRIAL_ERROR or not are_equal:
+        are_right &= bool((packed(rows) - found).abs().max() <= ROUNDED_ERROR)
+    if off > TRIAL_ERROR or not are_right:
         log.error(
             "native products of %s are wrong on this processor (by %.2g): oneDNN's are used", dtype, off
         )
-    return off <= TRIAL_ERROR and are_equal
+    return off <= TRIAL_ERROR and are_right

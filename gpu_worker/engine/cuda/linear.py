@@ -225,10 +225,8 @@ def fuse_linears(model: nn.Module) -> None:
         for names in FUSED_GROUPS:
             linears = [getattr(module, name, None) for name in names]
             if (
-                all(
-                    type(one) in (nn.Linear, QuantisedLinear) and "forward" not in vars(one)
-                    for one in linears
-                )
+                {type(linear) for linear in linears} <= {nn.Linear, QuantisedLinear}
+                and not any("forward" in vars(linear) for linear in linears)
                 and len({signature_of(linear) for linear in linears}) == 1
             ):
                 fused = FusedLinear(linears)

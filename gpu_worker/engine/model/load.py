@@ -64,8 +64,10 @@ def load(
     device = choose_device(settings.device, communicator.info)
     dtype = choose_dtype(settings.dtype, device)
     if settings.int8_activations and not (device.type == "cpu" and can_round(dtype)):
-        cause = f"{name_of(dtype)} on {device.type} has none here: they take AVX2, VNNI or Arm's dot products"
-        raise SettingError("int8_activations", f"{cause}, and no matrix unit, which is faster and exact")
+        need = "AVX2, VNNI or Arm's dot products, and no matrix unit for the dtype, which is faster and exact"
+        raise SettingError(
+            "int8_activations", f"not for {name_of(dtype)} on this {device.type}: it needs {need}"
+        )
     path = model_files.resolve(settings.model_id, settings.revision, progress, dtype=name_of(dtype))
     if communicator.links and not communicator.info.is_local:
         description = describe_model(path, settings, name_of(dtype), device.type)

@@ -44,42 +44,36 @@ template <class T> struct LayerBuffers {
     void fit(int64_t rows, int threads, const Layer& layer, const Adapters* adapters) {
         if (adapters) shrunk.fit(3 * rows * adapters->max_rank);
         projected.fit(rows * (layer.q->outputs + layer.k->outputs + layer.v->outputs));
-        rounded.fit(std::max<int64_t>(rows, FEW_ROWS * threads)
-            * std::max({layer.q->inputs, layer.o->inputs, layer.down->inputs}) / GRAIN);
         rows = rows_in_memory(rows);
-        normed.fit(std::max<int64_t>(rows, rows_in_memory(FEW_ROWS) * threads) * layer.q->inputs);
+        int64_t copies = std::max<int64_t>(rows, rows_in_memory(FEW_ROWS) * threads);
+        normed.fit(copies * layer.q->inputs);
+        if (layer.q->blocks.rounds)
+            rounded.fit(copies * std::max({layer.q->inputs, layer.o->inputs, layer.down->inputs}) / GRAIN);
         attended.fit(rows * layer.o->inputs);
         gated.fit(rows * layer.gate->outputs);
     }
 };
 
-// Normalizes all rows → the copy that the calling thread reads.
-template <class T> const Input<T>* normalize_rows(
-    Phases& phases, const Norm& norm, const T* from, int rows, int size, Input<T>* to) {
-    auto one = [&](int row) { normalize(norm, from + (int64_t)row * size, size, to + (int64_t)row * size); };
+// Calls `make(row, to)` for all rows, `stride` numbers apart → the copy that the calling thread reads.
+template <class N, class F> N* make_rows(Phases& phases, int rows, N* to, int64_t stride, F make) {
+    auto one = [&](int row) { make(row, to + row * stride); };
     if (rows > FEW_ROWS) phases.run(rows, one);
     else {
-        to += phases.number() * rows_in_memory(FEW_ROWS) * size;
+        to += phases.number() * rows_in_memory(FEW_ROWS) * stride;
         for (int row = 0; row < rows; row++) one(row);
     }
     return to;
 }
 
-// Rows, rounded if one of the layers takes them so → the copy that the calling thread reads.
+// Rows, rounded if one of the layers takes them so.
 template <class T> Rows<T> round_rows(Phases& phases, const Input<T>* from, int rows,
     std::initializer_list<const Linear*> linears, Grain* to) {
     int inputs = (*linears.begin())->inputs;
-    int64_t stride = inputs / GRAIN;
     bool rounds = false;
     for (const Linear* linear : linears) rounds |= is_rounded<T>(*linear);
     if (!rounds) return {from};
-    auto one = [&](int row) { round_row<T>(from + (int64_t)row * inputs, inputs, to + row * stride); };
-    if (rows > FEW_ROWS) phases.run(rows, one);
-    else {
-        to += phases.number() * FEW_ROWS * stride;
-        for (int row = 0; row < rows; row++) one(row);
-    }
-    return {from, to};
+    return {from, make_rows(phases, rows, to, inputs / GRAIN,
+        [&](int row, Grain* grains) { round_row<T>(from + (int64_t)row * inputs, inputs, grains); })};
 }
 
 // For a token and a K head: norms and rotates Q and K, writes K and V to their page.
@@ -114,12 +108,16 @@ template <class T> void run_layer(const Step& step, const Layer& layer, const T*
     auto shrink_for = [&](const Input<T>* from, std::initializer_list<const Linear*> linears) {
         return shrink<T>(phases, step.adapters, from, rows, linears, buffers.shrunk.begin());
     };
+    auto normalized = [&](const Norm& norm) {
+        return make_rows(phases, rows, buffers.normed.begin(), hidden, [&](int row, Input<T>* to) {
+            normalize(norm, states + (int64_t)row * hidden, hidden, to);
+        });
+    };
     auto round_for = [&](const Input<T>* from, std::initializer_list<const Linear*> linears) {
         return round_rows<T>(phases, from, rows, linears, buffers.rounded.begin());
     };
 
-    const Input<T>* normed =
-        normalize_rows<T>(phases, layer.before_attention, states, rows, hidden, buffers.normed.begin());
+    const Input<T>* normed = normalized(layer.before_attention);
     Rows<T> inputs = round_for(normed, {layer.q, layer.k, layer.v});
     Shrunk shrunk = shrink_for(normed, {layer.q, layer.k, layer.v});
     phases.run(q_panels + k_panels + v_panels, [&](int panel) {
@@ -148,7 +146,7 @@ template <class T> void run_layer(const Step& step, const Layer& layer, const T*
     phases.run(num_panels<T>(*layer.o), [&](int panel) {
         panel_product<T>(inputs, rows, *layer.o, panel, states, hidden, states, Expand<T>{shrunk});
     });
-    normed = normalize_rows<T>(phases, layer.before_mlp, states, rows, hidden, buffers.normed.begin());
+    normed = normalized(layer.before_mlp);
     inputs = round_for(normed, {layer.gate, layer.up});
     shrunk = shrink_for(normed, {layer.gate, layer.up});
     phases.run(num_panels<T>(*layer.gate), [&](int panel) {

@@ -3,6 +3,9 @@
 #include "products.h"
 #include "types.h"
 
+template void multiply_rounded_rows<float>(int, const Grain*, const Linear&, int, float*);
+template void multiply_rounded_rows<bfloat16>(int, const Grain*, const Linear&, int, float*);
+
 // Whether products of this type are computed here: where they were measured to be no slower than oneDNN's, at
 // any number of rows. On Arm float32 is, which was not measured; oneDNN has instructions for bfloat16 there.
 extern "C" int tf_multiplies(int type) {
@@ -63,16 +66,13 @@ void product(int threads, const T* rows, int num_rows, const Linear& linear, U* 
     {
         Tiles tiles;
         Phases phases(progress);
-        if constexpr (copies)
-            phases.run(num_rows, [&](int row) {
-                for (int64_t i = (int64_t)row * inputs; i < (int64_t)(row + 1) * inputs; i++)
-                    convert(rows + i, copy + i);
-            });
         const Input<T>* factors = copy;
         if constexpr (!copies) factors = rows;
-        if (rounded)
+        if (copies || rounded)
             phases.run(num_rows, [&](int row) {
-                round_row<T>(factors + (int64_t)row * inputs, inputs, rounded + row * stride);
+                int64_t first = (int64_t)row * inputs;
+                if constexpr (copies) convert_all(rows + first, inputs, copy + first);
+                if (rounded) round_row<T>(factors + first, inputs, rounded + row * stride);
             });
         phases.run(num_panels<T>(linear), [&](int panel) {
             panel_product<T, U>({factors, rounded}, num_rows, linear, panel, out, linear.outputs, nullptr);

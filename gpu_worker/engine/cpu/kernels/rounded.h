@@ -65,7 +65,7 @@ template <class T> inline bool is_rounded(const Linear& linear) {
 // come first.
 template <class T> void round_row(const Factor<T>* from, int inputs, Grain* to) {
     typedef int8_t Bytes __attribute__((vector_size(LANES)));
-    const Floats magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
+    const Floats magic = splat(ROUNDING);
     Ints order;
     for (int lane = 0; lane < LANES; lane++)
         order[lane] = Pairs<T>::P == 1 ? lane : lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2;
@@ -189,3 +189,7 @@ void multiply_rounded_rows(int count, const Grain* rows, const Linear& linear, i
         }
     });
 }
+
+// Compiled once, in products.cpp.
+extern template void multiply_rounded_rows<float>(int, const Grain*, const Linear&, int, float*);
+extern template void multiply_rounded_rows<bfloat16>(int, const Grain*, const Linear&, int, float*);

@@ -186,9 +186,11 @@ inline bool any_above(Floats x, float limit) {
 #endif
 }
 
+constexpr float ROUNDING = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer
+
 // e to the x, within 2 units in the last place; 0 below the smallest normal number (Cephes' expf).
 inline Floats exponential(Floats x) {
-    const Floats magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
+    const Floats magic = splat(ROUNDING);
     Floats bounded = x < -87.3f ? splat(-87.3f) : x > 88.f ? splat(88.f) : x;
     Floats shifted = bounded * 1.44269504088896341f + magic, n = shifted - magic;
     Floats r = bounded - n * 0.693359375f + n * 2.12194440e-4f;
