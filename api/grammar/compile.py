@@ -205,7 +205,7 @@ FIELDS: Mapping[str, Callable[[Any, str], Grammar | None]] = {
 """Fields of OpenAI's routes that give a grammar → their readers."""
 
 
-# --- compile ------------------------------------------------------------------------------------------------
+# --- compile and check --------------------------------------------------------------------------------------
 
 
 async def compile_grammar(grammar: Grammar, tokenizer: ModelTokenizer | None = None) -> str:
@@ -251,9 +251,6 @@ def compile_unchecked(grammar: Grammar, special_ids: SpecialIds = ()) -> str:
             return lark.source(lark.format(json.loads(grammar.text), ()))
         case _:
             return to_lark(grammar.text)
-
-
-# --- checks -------------------------------------------------------------------------------------------------
 
 
 def checked(field: str, source: Callable[[SpecialIds], str], special_ids: SpecialIds) -> str:

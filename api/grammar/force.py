@@ -32,6 +32,7 @@ from api.grammar.lark import TEXT, Lark, SpecialIds, enforced, literal, one_of, 
 
 LINES = r"/\n{0,2}/"
 """White space between thinking and what follows it."""
+SCHEMA_FIELD = "tools.{}.parameters"
 SHARED = ("$defs", "definitions", "x-guidance")
 """Keywords that the parts of a schema have from the whole."""
 BESIDE_REFERENCE = {"$ref", "type", *SHARED, "title", "description", "$schema", "$id", "$comment"}
@@ -141,7 +142,8 @@ def call_source(
     if is_required:
         return lark.source(f"{lark.marked(writing.mark)} {rest}")
     if not writing.mark:
-        other = lark.rule(regex(rf"[^\s{re.escape((writing.open + writing.call)[0])}](.|\n)*"))
+        first = re.escape((writing.open + writing.call)[0])
+        other = lark.rule(regex(rf"[^\s{first}](.|\n)*"))
         return lark.source(f"({other} | {rest})?")
     found, text = f"{lark.until(writing.mark)} {rest}", lark.rule(TEXT)
     return lark.source(f"({found})* {text}" if is_parallel else f"{found} | {text}")
@@ -232,7 +234,7 @@ def forced_schema(tool: Tool) -> Mapping[str, Any]:
     """
     schema = {**(inlined(tool.parameters) or {"properties": {}}), "type": "object"}
     try:
-        compile_checked(Grammar("json", json.dumps(schema), f"tools.{tool.name}.parameters", closed=True))
+        compile_checked(Grammar("json", json.dumps(schema), SCHEMA_FIELD.format(tool.name), closed=True))
     except ApiError:
         if tool.strict:
             raise
@@ -269,4 +271,4 @@ def check_keywords(tool: Tool, schema: Mapping[str, Any]) -> None:
 
 def unsupported(tool: Tool, keyword: str) -> ApiError:
     cause = f"the keyword `{keyword}` is not supported in the format in which this model writes calls"
-    return cannot_compile(f"tools.{tool.name}.parameters", cause)
+    return cannot_compile(SCHEMA_FIELD.format(tool.name), cause)

@@ -78,8 +78,10 @@ class Lark:
 
     def marked(self, text: str) -> str:
         """A text that may have special tokens in it; nothing for the empty text."""
-        ids = self.special_ids
-        return " ".join(f"<[{ids[one]}]>" if one in ids else literal(one) for one in self.pieces(text))
+        return " ".join(map(self.mark, self.pieces(text)))
+
+    def mark(self, piece: str) -> str:
+        return f"<[{self.special_ids[piece]}]>" if piece in self.special_ids else literal(piece)
 
     def pieces(self, text: str) -> list[str]:
         """A text, split at the special tokens in it."""
@@ -88,8 +90,11 @@ class Lark:
         return [piece for piece in pieces if piece]
 
     def rule(self, body: str, option: str = "", kind: str = "rule") -> str:
-        """A rule's name. A lexeme, of regexes and literals, takes the longest text that matches."""
         return self.rules.setdefault((kind, f"{option}: {body}"), f"{kind}_{len(self.rules)}")
+
+    def lexeme(self, pattern: str) -> str:
+        """One lexeme of regexes and literals; it takes the longest text that matches."""
+        return self.rule(pattern, kind="LEXEME")
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """A JSON value."""
@@ -101,9 +106,9 @@ class Lark:
         """
         head, *tail = self.pieces(mark)
         if head in self.special_ids:
-            return f"{self.rule(pattern, kind='LEXEME')} {self.marked(mark)}"
-        before = self.rule(f"{pattern} {literal(head)}", kind="LEXEME")
-        return f"{before} {self.marked(''.join(tail))}" if tail else self.rule(before, "[lazy]")
+            return f"{self.lexeme(pattern)} {self.marked(mark)}"
+        before = self.lexeme(f"{pattern} {literal(head)}")
+        return " ".join([before if tail else self.rule(before, "[lazy]"), *map(self.mark, tail)])
 
     # --- formats of structural tags -------------------------------------------------------------------------
 
@@ -137,11 +142,7 @@ class Lark:
         """A text that matches a pattern, up to a text that follows."""
         if after is None:
             raise ValueError("free text has no end: it must be the last, or in a tag with an `end`")
-        return (
-            one_of(self.until(mark, pattern) for mark in after)
-            if after
-            else self.rule(pattern, kind="LEXEME")
-        )
+        return one_of(self.until(mark, pattern) for mark in after) if after else self.lexeme(pattern)
 
     def tag(self, tag: Mapping[str, Any], after: Following, trigger: str = "") -> str:
         """A tag without the trigger that it begins with. Without an end, it goes on up to what follows."""
