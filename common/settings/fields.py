@@ -426,7 +426,7 @@ class SettingFields(BaseModel):
     kv_cache_dtype: KVCacheDtype = "auto"
     """auto (DTYPE), fp8_e4m3 (fp8) or fp8_e5m2"""
     int8_activations: bool = False
-    """on a CPU, round rows to 8 bits for weights in blocks: faster, not exact"""
+    """on a CPU, 8-bit activations where weights are in blocks: faster, not exact"""
     block_size: Count | None = None
     """tokens of one KV block (default: 16 on CPU, 64 on CUDA)"""
     cuda_memory_fraction: Annotated[float, Field(ge=0.01, le=1)] = 1.0

@@ -13,15 +13,15 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (12_482, 24_237),
+    "api": (12_487, 24_237),
     "batcher": (2_786, 4_799),
     "gpu_worker": (10_869, 20_726),
     "common": (3_729, 7_449),
     "deploy": (2_497, 4_325),
-    "tests": (30_267, 52_802),
+    "tests": (30_261, 52_801),
     "benchmarks": (2_046, 3_420),
 }
-MOST_WORDS_OF_DOCS = 21_821
+MOST_WORDS_OF_DOCS = 21_819
 SLACK = 0.01
 
 

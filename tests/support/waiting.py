@@ -1,9 +1,10 @@
-"""Waiting on a condition instead of sleeping."""
+"""Waiting on a condition instead of sleeping, and loops that run meanwhile."""
 
 import asyncio
+import contextlib
 import inspect
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from typing import Any
 
 FIRST_POLL_S, LAST_POLL_S = 0.01, 0.06
@@ -58,3 +59,15 @@ def pauses(timeout_s: float) -> Iterator[float]:
 
 def source(predicate: Callable[[], Any]) -> str:
     return inspect.getsource(predicate).strip() if inspect.isfunction(predicate) else repr(predicate)
+
+
+@contextlib.asynccontextmanager
+async def in_background(*loops: Coroutine[Any, Any, Any]) -> AsyncIterator[list[asyncio.Task[Any]]]:
+    """The tasks of loops that run while the context is open; then they are cancelled."""
+    tasks = [asyncio.create_task(loop) for loop in loops]
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)

@@ -31,7 +31,7 @@ from tests.support.fleet.simulated_pool import request
 from tests.support.jobs import KEYS
 from tests.support.keys.issued import add_key, bearer
 from tests.support.tokenizer import TOKENIZER, ids
-from tests.support.waiting import wait_for, wait_until
+from tests.support.waiting import in_background, wait_for, wait_until
 
 LOOK_S = 0.01
 
@@ -79,14 +79,10 @@ async def following(url: str, answers: bool = True, pool: str = "default") -> As
     """
     worker = AdapterWorker(url, pool)
     await worker.open()
-    loops = [worker.follow(), *([worker.run()] if answers else [])]
-    tasks = [asyncio.create_task(loop) for loop in loops]
     try:
-        yield worker
+        async with in_background(worker.follow(), *([worker.run()] if answers else [])):
+            yield worker
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
         await worker.close()
 
 

@@ -54,7 +54,7 @@ from tests.support.fleet.batchers import active_batcher, batcher
 from tests.support.fleet.gateways import GatewayProcesses
 from tests.support.fleet.modeless_worker import ModelessEngine, modeless_worker
 from tests.support.forks.command import tokenfleet
-from tests.support.waiting import PATIENCE_S, wait_for, wait_until
+from tests.support.waiting import PATIENCE_S, in_background, wait_for, wait_until
 
 NUM_TOKENS = 60
 LOST_S = 1.5
@@ -70,12 +70,10 @@ async def batching(redis: Redis) -> AsyncIterator[Batcher]:
     pool = PoolClient(redis, KEYS)
     lease = Lease(pool, "b0-1", 60.0)
     batcher = Batcher(Settings(heartbeat_s=0.2, worker_ttl_s=0.5), pool, lease, await lease.acquire())
-    running = asyncio.create_task(batcher.run())
     try:
-        yield batcher
+        async with in_background(batcher.run()):
+            yield batcher
     finally:
-        running.cancel()
-        await asyncio.wait([running])
         batcher.close()
 
 

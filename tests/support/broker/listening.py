@@ -11,7 +11,7 @@ from redis.asyncio.client import PubSub
 
 from common.broker.client import ERRORS, connect
 from common.broker.directory import DirectoryClient, PoolEntry, address_of
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, in_background
 
 MARK = b"all that was published before has come"
 
@@ -81,11 +81,9 @@ async def announced(url: str, pool: str, directory_url: str = "", **fields: Any)
     entry = PoolEntry(address_of(url), **content)
     one = Announced(url, pool, directory_url or url, entry)
     await one.write()
-    task = asyncio.create_task(one.run())
     try:
-        yield one
+        async with in_background(one.run()):
+            yield one
     finally:
-        task.cancel()
-        await asyncio.wait([task])
         await one.broker.aclose()
         await one.directory.redis.aclose()

@@ -21,7 +21,7 @@ from common.messages.records import pack_ids
 from common.messages.request import Generate, StoppingParams
 from tests.support import broker_state
 from tests.support.forks.client import ForkedProcess
-from tests.support.waiting import wait_until
+from tests.support.waiting import in_background, wait_until
 
 KEYS = Keys("default")
 CHANNEL = KEYS.events("g")
@@ -85,13 +85,11 @@ TTL_S = 5.0
 async def batching(url: str) -> AsyncIterator[None]:
     """Keep a batcher active while the context is open; afterwards none of its keys is left."""
     async with connect(url) as redis:
-        renewing = asyncio.create_task(renew(redis))
+        beats = Heartbeat(PoolClient(redis, KEYS), "batcher", SCRIPTED, TTL_S).sending(HEARTBEAT_S)
         try:
-            async with Heartbeat(PoolClient(redis, KEYS), "batcher", SCRIPTED, TTL_S).sending(HEARTBEAT_S):
+            async with in_background(renew(redis)), beats:
                 yield
         finally:
-            renewing.cancel()
-            await asyncio.wait([renewing])
             await redis.delete(KEYS.batcher)
 
 

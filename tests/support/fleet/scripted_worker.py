@@ -36,6 +36,7 @@ from gpu_worker.engine.batch.step_result import PromptLogprobs, StepSamples, Top
 from gpu_worker.protocol import StepResult
 from tests.support.chaos.engine import BLOCK_SIZE
 from tests.support.fleet.modeless_worker import ModelessEngine
+from tests.support.waiting import in_background
 
 SPILL_STEPS = 5
 """After so many its log is trimmed."""
@@ -341,12 +342,10 @@ Worker = TypeVar("Worker", bound=FakeWorker)
 async def at_work(worker: Worker) -> AsyncIterator[Worker]:
     """A fake worker of any kind, ready and at work while the context is open."""
     await worker.open()
-    task = asyncio.create_task(worker.run())
     try:
-        yield worker
+        async with in_background(worker.run()) as [task]:
+            yield worker
     finally:
-        task.cancel()
-        await asyncio.wait([task])
         await worker.close()
         if not task.cancelled() and (error := task.exception()):
             raise error

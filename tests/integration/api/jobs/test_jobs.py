@@ -33,7 +33,7 @@ from tests.support.fleet.gateways import SETTINGS, answering
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.jobs import CHAT, IDS, KEYS, TEXT, Service, answer, killed_gateway, running_gateway
 from tests.support.tokenizer import TOKENIZER, ids, model_tokenizer
-from tests.support.waiting import PATIENCE_S, wait_for, wait_until
+from tests.support.waiting import PATIENCE_S, in_background, wait_for, wait_until
 
 
 @pytest.fixture
@@ -402,22 +402,19 @@ async def test_two_gateways_with_one_job_send_each_frame_once(
     received = await service.listen("ext:me")
     worker.step_s, worker.most_tokens = 0.01, 5  # the job does not end before both have it
     silent = Gateway(Settings(redis_url=broker.url, **SETTINGS, worker_ttl_s=0.3), "g0", model_tokenizer())
-    life = [asyncio.create_task(loop) for loop in (silent.pool.relay.run(), silent.job_consumer.run())]
-    await silent.pool.workers.refresh()
-    await silent.keys.refresh()
-    await service.submit(id="a", inputs="Count.", reply_to="ext:me", reply="stream")
-    await wait_until(lambda: received)
-    async with running_gateway(broker.url, "g1", worker_ttl_s=0.3) as other:
-        await wait_until(lambda: "a" in other.job_consumer.runs and "a" in silent.job_consumer.runs)
-        worker.most_tokens = sys.maxsize
-        assert await service.result("a") == {"generated_text": TEXT}
-        await wait_until(lambda: not other.job_consumer.runs and not silent.job_consumer.runs)
-    assert [frame["token"]["id"] for frame in received] == [*IDS, 2]
-    assert await service.stream("a") == received
-    assert len(worker.seen) == 1
-    for task in life:
-        task.cancel()
-    await asyncio.wait(life)
+    async with in_background(silent.pool.relay.run(), silent.job_consumer.run()):
+        await silent.pool.workers.refresh()
+        await silent.keys.refresh()
+        await service.submit(id="a", inputs="Count.", reply_to="ext:me", reply="stream")
+        await wait_until(lambda: received)
+        async with running_gateway(broker.url, "g1", worker_ttl_s=0.3) as other:
+            await wait_until(lambda: "a" in other.job_consumer.runs and "a" in silent.job_consumer.runs)
+            worker.most_tokens = sys.maxsize
+            assert await service.result("a") == {"generated_text": TEXT}
+            await wait_until(lambda: not other.job_consumer.runs and not silent.job_consumer.runs)
+        assert [frame["token"]["id"] for frame in received] == [*IDS, 2]
+        assert await service.stream("a") == received
+        assert len(worker.seen) == 1
     await silent.pool.client.redis.aclose()
 
 
