@@ -277,7 +277,7 @@ class Engine:
         self.prefix_caching = settings.prefix_caching and loaded.can_share_blocks
         self.adapters = AdapterCache(loaded.adapters, settings, communicator)
         self.costs = ProposalCosts()
-        self.drafter = make_drafter(loaded, self.matchers, communicator)
+        self.drafter = make_drafter(loaded, self.matchers)
         drafted = (loaded.draft.method, loaded.draft.num_tokens) if loaded.draft else ()
         propose = proposer_factory(settings.speculation, self.costs, *drafted)
         self.rows = Rows(
@@ -306,7 +306,7 @@ class Engine:
         self.kept = KeptArguments()
         self.pace = LaunchPace()
         self.ready = self.warm_up(progress)
-        self.pictures = make_encoder(loaded.tower, self.ready.token_ms, communicator, self.side_threads)
+        self.pictures = make_encoder(loaded, self.ready.token_ms, self.side_threads)
         if self.pictures:
             self.rows.make_pictures = self.pictures.start
         adapters = self.adapters if loaded.adapters else None

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from common.settings.settings import Settings
 from gpu_worker.engine.cuda.graphs import PLAIN, CaptureError, CudaGraphs, make_capture
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import warmup
@@ -119,8 +118,8 @@ def test_the_memory_of_captured_steps_was_counted(
     counted, taken = list[int](), list[int]()
     captured_bytes, capture = warmup.captured_bytes, Engine.capture
 
-    def count(loaded: LoadedModel, settings: Settings) -> int:
-        counted.append(captured_bytes(loaded, settings))
+    def count(loaded: LoadedModel) -> int:
+        counted.append(captured_bytes(loaded))
         return counted[-1]
 
     def measure(engine: Engine, *arguments: Any) -> None:

@@ -15,10 +15,10 @@ from tests.support.source_tree import ROOT, parse
 MOST = {  # statements, lines
     "api": (12_487, 24_237),
     "batcher": (2_786, 4_799),
-    "gpu_worker": (10_869, 20_726),
+    "gpu_worker": (10_863, 20_687),
     "common": (3_729, 7_449),
     "deploy": (2_497, 4_325),
-    "tests": (30_261, 52_801),
+    "tests": (30_260, 52_800),
     "benchmarks": (2_046, 3_420),
 }
 MOST_WORDS_OF_DOCS = 21_819

@@ -54,7 +54,6 @@ from gpu_worker.engine.drafting.proposers import Proposer
 from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.model import Draft, LoadedModel
 from gpu_worker.engine.model.rope import BY_LENGTH
-from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.sampling.grammar import Matchers
 from gpu_worker.engine.sampling.sampler import sample
 from gpu_worker.protocol import UnservableModel, refuse
@@ -119,18 +118,12 @@ class Drafter(StepPart):
         asked: the last drafts.
     """
 
-    def __init__(
-        self,
-        draft: Draft,
-        target: LoadedModel,
-        matchers: Matchers,
-        communicator: Communicator,
-    ) -> None:
+    def __init__(self, draft: Draft, target: LoadedModel, matchers: Matchers) -> None:
         self.num_drafted = draft.num_tokens
         self.device = target.device
         self.vocab_size = target.vocab_size
         self.matchers = matchers
-        self.communicator = communicator
+        self.communicator = target.communicator
         self.asked: list[DraftChain] = []
 
     # What kinds of drafters have of their own.

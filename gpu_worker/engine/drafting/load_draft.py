@@ -38,7 +38,7 @@ from gpu_worker.engine.drafting.drafters import (
 from gpu_worker.engine.model.load import assemble, attach_empty, name_of, read_model, try_to_fuse
 from gpu_worker.engine.model.model import Draft, LoadContext, LoadedModel
 from gpu_worker.engine.model.weights import check_files, read_config, renamed
-from gpu_worker.engine.parallel.communicator import SINGLE_RANK, Communicator
+from gpu_worker.engine.parallel.communicator import SINGLE_RANK
 from gpu_worker.engine.parallel.stages import find_layers
 from gpu_worker.engine.quantization.checkpoint import file_slices
 from gpu_worker.engine.sampling.grammar import Matchers
@@ -48,19 +48,20 @@ OF_THE_TARGET = ("quantize", "rope_scaling", "rope_factor", "speculative_config"
 """Settings that say nothing of the model that proposes."""
 
 
-def load_draft(
-    settings: Settings, path: Path, target: LoadedModel, communicator: Communicator, progress: Progress
-) -> Draft | None:
-    """Load what proposes tokens for `target`, which lies at `path`; None if no model does. One rank proposes
-    for all: the one that samples. Raises SettingError of SPECULATIVE_CONFIG.
+def load_draft(target: LoadedModel, progress: Progress) -> Draft | None:
+    """Load what proposes tokens for `target`; None if no model does. One rank proposes for all: the one that
+    samples. Raises SettingError of SPECULATIVE_CONFIG.
     """
-    speculation = speculation_of(settings, path)
+    settings = target.settings
+    speculation = speculation_of(settings, target.path)
     if not speculation.model:
         return None
     if target.states.mixers:
         kind = target.model.config.model_type
         raise SettingError(CONFIG, f"states of rows of {kind} cannot go back from wrong proposals")
-    if communicator.num_stages > 1:  # of a speculator that config.json names; others are refused before
+    if (
+        target.communicator.num_stages > 1
+    ):  # of a speculator that config.json names; others are refused before
         cause = "a model that proposes tokens cannot be combined with PIPELINE_PARALLEL_SIZE"
         raise SettingError("speculate", cause)
     try:
@@ -74,7 +75,7 @@ def load_draft(
             raise SettingError(CONFIG, cause)
         progress(f"loading {speculation.model}, which proposes tokens")
         own = speculation.model_copy(update={"method": method})
-        return METHODS[method][0](found, own, settings, target, communicator)
+        return METHODS[method][0](found, own, target)
     except SettingError as error:
         raise SettingError(CONFIG, error.cause) from error
     except UnservableModel as error:
@@ -115,17 +116,15 @@ def method_of(path: Path, speculation: Speculation) -> str:
     return found
 
 
-def load_model(
-    path: Path, speculation: Speculation, settings: Settings, target: LoadedModel, communicator: Communicator
-) -> Draft:
+def load_model(path: Path, speculation: Speculation, target: LoadedModel) -> Draft:
     """A smaller model with the same vocabulary. Raises SettingError, UnservableModel."""
     check_vocabulary(path, target)
-    if not communicator.samples:
+    if not target.communicator.samples:
         return Draft(DRAFT_MODEL, speculation.num_tokens)
     changed: dict[str, Any] = dict.fromkeys(OF_THE_TARGET)
     changed |= {"model_id": speculation.model, "tokenizer_name": str(target.tokenizer)}
     changed |= {"speculate": 0, "enable_lora": False}
-    own = settings.model_copy(update=changed)
+    own = target.settings.model_copy(update=changed)
     dtype, device = target.geometry.dtype, target.device
     config = read_config(path, own)
     context = LoadContext(path, config, dtype, device, own, SINGLE_RANK)
@@ -136,7 +135,7 @@ def load_model(
         (loaded.ropes, "its rotary frequencies depend on the length of the prompt"),
         (loaded.states.mixers, "its states cannot go back from wrong proposals"),
     )
-    attach_empty(loaded, SINGLE_RANK)
+    attach_empty(loaded)
     try_to_fuse(loaded)
     return Draft(DRAFT_MODEL, speculation.num_tokens, loaded.model, loaded)
 
@@ -155,9 +154,7 @@ def check_vocabulary(path: Path, target: LoadedModel) -> None:
         raise UnservableModel(f"its vocabulary has {size} tokens, and {target.vocab_size} are needed")
 
 
-def load_heads(
-    path: Path, speculation: Speculation, settings: Settings, target: LoadedModel, communicator: Communicator
-) -> Draft:
+def load_heads(path: Path, speculation: Speculation, target: LoadedModel) -> Draft:
     """Heads of a checkpoint, on the device of the model. Raises SettingError, UnservableModel."""
     config = read_json(path / CONFIG_FILE)
     hidden_size = target.model.config.get_text_config().hidden_size
@@ -168,7 +165,7 @@ def load_heads(
         cause = f"num_speculative_tokens is {speculation.num_tokens}, but it has {most} heads"
         raise SettingError(CONFIG, f"{speculation.model}: {cause}")
     num_tokens = speculation.num_tokens or most
-    if not communicator.samples:
+    if not target.communicator.samples:
         return Draft(speculation.method, num_tokens)
     check_files(path, speculation.model, is_plain=True)
     read_parameters(heads, path)
@@ -177,19 +174,17 @@ def load_heads(
     return Draft(speculation.method, num_tokens, heads, state_bytes=state_bytes)
 
 
-def load_eagle(
-    path: Path, speculation: Speculation, settings: Settings, target: LoadedModel, communicator: Communicator
-) -> Draft:
+def load_eagle(path: Path, speculation: Speculation, target: LoadedModel) -> Draft:
     """The layer of an EAGLE-3 checkpoint, with a cache of its own. Raises SettingError, UnservableModel."""
     values = read_json(path / CONFIG_FILE)
     target_config = target.model.config.get_text_config()
     config = read_eagle_config(values, target_config.hidden_size)
     numbers = recorded_layers(values, target_config.num_hidden_layers)
-    if not communicator.samples:
+    if not target.communicator.samples:
         return Draft(EAGLE3, speculation.num_tokens)
     check_files(path, speculation.model, is_plain=True)
     has_embedding = any("embed_tokens.weight" in name for name, _ in file_slices(path))
-    if not has_embedding and communicator.world_size > 1:
+    if not has_embedding and target.communicator.world_size > 1:
         raise UnservableModel(
             "it has no embed_tokens, and those of the model are on several ranks (NUM_SHARD)"
         )
@@ -205,11 +200,11 @@ def load_eagle(
     layer.rotary_emb = LlamaRotaryEmbedding(config).to(device)  # frequencies stay float32
     if device.type == "cpu":
         pack_linears(layer)
-    context = LoadContext(target.path, config, dtype, device, settings, SINGLE_RANK)
+    context = LoadContext(target.path, config, dtype, device, target.settings, SINGLE_RANK)
     context.layers = {layer.self_attn: layer.layer_spec}
     cached = assemble(layer, context)
     cached.vocab_size = size
-    attach_empty(cached, SINGLE_RANK)
+    attach_empty(cached)
     layers = target.model.get_submodule(find_layers(target.model))
     recorded = [layers[number] for number in numbers]
     state_bytes = len(numbers) * target_config.hidden_size * dtype.itemsize
@@ -242,10 +237,10 @@ def read_parameters(heads: Any, path: Path) -> None:
         raise UnservableModel(str(error).splitlines()[-1].strip()) from error
 
 
-def make_drafter(loaded: LoadedModel, matchers: Matchers, communicator: Communicator) -> Drafter | None:
+def make_drafter(loaded: LoadedModel, matchers: Matchers) -> Drafter | None:
     """None if no model proposes tokens."""
     draft = loaded.draft
     if draft is None:
         return None
     kind = Drafter if draft.model is None else METHODS[draft.method][1]
-    return kind(draft, loaded, matchers, communicator)
+    return kind(draft, loaded, matchers)

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import AutoModelForSeq2SeqLM
 
 from common import model_files
-from common.settings.settings import SettingError, Settings
+from common.settings.settings import SettingError
 from gpu_worker.engine.attention import backend
 from gpu_worker.engine.attention.backend import ENCODED, AttentionSpec, Geometry, LayerSpec, write_kv
 from gpu_worker.engine.attention.sdpa import SdpaBackend
@@ -29,7 +29,6 @@ from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.cpu.packed_linear import PackedLinear, pack_linears
 from gpu_worker.engine.model.model import LoadContext, LoadedModel
-from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.protocol import UnservableModel
 
 
@@ -194,9 +193,8 @@ class EncoderDecoderModel(LoadedModel):
 
 def load(source: LoadContext, block_size: int) -> EncoderDecoderModel:
     """Load a model, still without a cache. Raises SettingError, UnservableModel."""
-    settings, path, config = source.settings, source.path, source.config
-    device, dtype = source.device, source.dtype
-    check(settings, config, source.communicator)
+    path, config, device, dtype = source.path, source.config, source.device, source.dtype
+    check(source)
     model = AutoModelForSeq2SeqLM.from_pretrained(
         path, config=config, dtype=dtype, attn_implementation=backend.NAME
     )
@@ -245,13 +243,14 @@ def load(source: LoadContext, block_size: int) -> EncoderDecoderModel:
     return loaded
 
 
-def check(settings: Settings, config: Any, communicator: Communicator) -> None:
+def check(source: LoadContext) -> None:
     """Refuse what such a model cannot be combined with. Raises SettingError, UnservableModel."""
+    settings, config = source.settings, source.config
     if config.model_type not in FAMILIES:
         served = ", ".join(FAMILIES)
         raise UnservableModel(f"is an encoder-decoder model of type {config.model_type}; served are {served}")
     for name, is_set in (
-        ("num_shard", communicator.world_size > 1),
+        ("num_shard", source.communicator.world_size > 1),
         ("quantize", settings.quantize is not None),
         ("kv_cache_dtype", settings.kv_cache_dtype != "auto"),
         ("deterministic", settings.deterministic),

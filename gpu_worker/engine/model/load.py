@@ -29,8 +29,8 @@ from gpu_worker.engine.model.families import register_family
 from gpu_worker.engine.model.model import DeepStack, Draft, LoadContext, LoadedModel
 from gpu_worker.engine.model.passes import PASSES
 from gpu_worker.engine.model.quantized_linears import check_fp8
-from gpu_worker.engine.model.vision import PICTURE_CACHE_BYTES, load_tower
-from gpu_worker.engine.model.warmup import count_room, max_captured_tokens, peak_bytes
+from gpu_worker.engine.model.vision import load_tower
+from gpu_worker.engine.model.warmup import count_room, max_captured_tokens
 from gpu_worker.engine.model.weights import cannot_serve, read_config
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.rendezvous import Member
@@ -43,8 +43,8 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 BLOCK_SIZES = {"cpu": 16, "cuda": 64}
 STATES_BLOCK_SIZE = 256
 """In a model without attention, whose blocks hold nothing: they only count tokens."""
-DraftLoader = Callable[[Settings, Path, LoadedModel, Communicator, model_files.Progress], Draft | None]
-"""(settings, the model's directory, the model without a cache, ranks, progress) → what proposes tokens."""
+DraftLoader = Callable[[LoadedModel, model_files.Progress], Draft | None]
+"""(the model without a cache, progress) → what proposes tokens."""
 
 
 def no_draft(*_: object) -> None:
@@ -81,33 +81,27 @@ def load(
     context.config = config = read_config(path, settings)
     is_decoder = not (context.is_encoder or config.is_encoder_decoder)
     loaded = read_model(context)
-    loaded.draft = draft = load_draft(settings, path, loaded, communicator, progress) if is_decoder else None
+    loaded.draft = draft = load_draft(loaded, progress) if is_decoder else None
     if draft and draft.cached:  # a block has room for its K and V, too
         loaded.geometry = replace(loaded.geometry, draft_bytes=draft.cached.geometry.block_bytes)
-    attach_empty(loaded, communicator)
-    kept_bytes = PICTURE_CACHE_BYTES if loaded.tower else 0
-    room = count_room(settings, loaded, communicator, lambda: peak_bytes(loaded, settings), kept_bytes)
-    loaded.states.num_slots, loaded.states.num_snapshots = room.num_slots, room.num_snapshots
+    attach_empty(loaded)
+    num_blocks = count_room(loaded)
     num_fused = try_to_fuse(loaded)
     if loaded.num_deep:
         loaded.deepstack = DeepStack(loaded.model.model.layers[: loaded.num_deep])
-    loaded.attach(room.num_blocks)
-    if (
-        settings.deterministic
-        and is_decoder
-        and (reason := nondeterministic_because(settings, loaded, num_fused, communicator))
-    ):
+    loaded.attach(num_blocks)
+    if settings.deterministic and is_decoder and (reason := nondeterministic_because(loaded, num_fused)):
         raise SettingError(
             "deterministic", f"{settings.model_id} as {name_of(dtype)} on {device.type}: {reason}"
         )
     return loaded
 
 
-def attach_empty(loaded: LoadedModel, communicator: Communicator) -> None:
+def attach_empty(loaded: LoadedModel) -> None:
     """Attach an empty cache, and have the ranks agree on what their backends do."""
     loaded.attach(0)
     if loaded.backend.capturable:
-        loaded.backend.agree(communicator.exchange)
+        loaded.backend.agree(loaded.communicator.exchange)
 
 
 def read_model(context: LoadContext) -> LoadedModel:
@@ -166,9 +160,7 @@ def try_to_fuse(loaded: LoadedModel) -> int:
     return num_fused
 
 
-def nondeterministic_because(
-    settings: Settings, loaded: LoadedModel, num_fused: int, communicator: Communicator
-) -> str:
+def nondeterministic_because(loaded: LoadedModel, num_fused: int) -> str:
     """Why a token's bits may depend on what else runs; empty if they do not."""
     if loaded.states:
         return "its states are computed with those of the rows beside them"
@@ -178,8 +170,8 @@ def nondeterministic_because(
         return fused if num_fused < layers else ""
     experts = any(weight.dim() == 3 for weight in loaded.model.parameters())
     return first_cause(
-        (communicator.world_size > 1, "it runs on several ranks"),
-        (settings.enforce_eager, "ENFORCE_EAGER keeps its steps from being captured"),
+        (loaded.communicator.world_size > 1, "it runs on several ranks"),
+        (loaded.settings.enforce_eager, "ENFORCE_EAGER keeps its steps from being captured"),
         (not loaded.capturable, "its steps cannot be captured"),
         (not loaded.backend.plan_free, "attention is split by the lengths of all rows in a step"),
         # tokens of prompts are computed as rows that decode, and would get their frequencies

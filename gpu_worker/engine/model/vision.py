@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText
 
 from common.settings.settings import Settings
+from gpu_worker.engine.model.model import LoadedModel
 from gpu_worker.engine.model.warmup import fastest_ms
 from gpu_worker.engine.model.weights import (
     ModelSource,
@@ -22,17 +23,19 @@ from gpu_worker.engine.model.weights import (
     quietly,
     without_quantization,
 )
-from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.parallel.stages import changed_class
-from gpu_worker.engine.pictures.encoder import FAMILIES, PictureEncoder, PictureFamily, VisionTower
+from gpu_worker.engine.pictures.encoder import (
+    FAMILIES,
+    PICTURE_CACHE_BYTES,
+    PictureEncoder,
+    PictureFamily,
+    VisionTower,
+)
 from gpu_worker.engine.quantization.checkpoint import read_tensors
 from gpu_worker.engine.side_threads import SideThreads
 from gpu_worker.protocol import first_cause
 
 log = logging.getLogger(__name__)
-
-PICTURE_CACHE_BYTES = 256 * 2**20
-"""Encoded pictures that an engine keeps for further requests."""
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 ATTENTION = "sdpa"
@@ -81,13 +84,9 @@ def blind_because(family: PictureFamily, settings: Settings, device: torch.devic
     )
 
 
-def make_encoder(
-    tower: VisionTower | None,
-    token_ms: float,
-    communicator: Communicator,
-    side_threads: SideThreads,
-) -> PictureEncoder | None:
+def make_encoder(loaded: LoadedModel, token_ms: float, side_threads: SideThreads) -> PictureEncoder | None:
     """The encoder of a model's pictures; None if it does not see. All ranks get the same measures."""
+    tower, communicator = loaded.tower, loaded.communicator
     if tower is None:
         return None
     embedding_ms = NOT_MEASURED

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from gpu_worker.engine.cuda.graphs import FIXED_TOKENS, Capture, CudaGraphs, gra
 from gpu_worker.engine.drafting.proposers import MAX_FORCED
 from gpu_worker.engine.model.model import LoadedModel
 from gpu_worker.engine.model.weights import TEXT_KEY_MAPPING, renamed
-from gpu_worker.engine.parallel.communicator import Communicator
+from gpu_worker.engine.pictures.encoder import PICTURE_CACHE_BYTES
 from gpu_worker.engine.quantization.checkpoint import file_slices
 from gpu_worker.engine.sampling.sampler import sample
 from gpu_worker.protocol import UnservableModel
@@ -169,26 +169,28 @@ def prompt_parts(loaded: LoadedModel, *lengths: int) -> list[RowSlice]:
     ]
 
 
-def peak_bytes(loaded: LoadedModel, settings: Settings) -> int:
+def peak_bytes(loaded: LoadedModel) -> int:
     """What the largest step allocates on CUDA, and what captured steps keep. The pool of graphs is memory of
     its own: no other step uses it, so both count.
     """
+    settings = loaded.settings
     tokens = max_prompt_tokens(settings.max_batch_prefill_tokens, loaded.device)
     rows = max_decoded_tokens(settings.max_batch_size)
     largest_bytes = measure_peak(loaded.device, lambda: run_largest_step(loaded, tokens, rows))
     if (tower := loaded.tower) and tower.model:
         largest_bytes = max(largest_bytes, measure_peak(loaded.device, tower.try_out()))
-    own_bytes = largest_bytes + captured_bytes(loaded, settings)
+    own_bytes = largest_bytes + captured_bytes(loaded)
     if loaded.draft is None:
         return own_bytes
-    draft_bytes = peak_bytes(loaded.draft.cached, settings) if loaded.draft.cached else 0
+    draft_bytes = peak_bytes(loaded.draft.cached) if loaded.draft.cached else 0
     return own_bytes + draft_bytes + max_step_tokens(settings, loaded.device) * loaded.draft.state_bytes
 
 
-def captured_bytes(loaded: LoadedModel, settings: Settings) -> int:
+def captured_bytes(loaded: LoadedModel) -> int:
     """What captured steps keep: inputs, logits and plans of all sizes, and the memory in which the largest
     one computes, which the graphs' pool will hold. The steps are run, not captured.
     """
+    settings = loaded.settings
     if settings.enforce_eager or not loaded.capturable:
         return 0
 
@@ -261,67 +263,46 @@ SNAPSHOT_SHARE = 8
 """Snapshots take at most one part in this number of the cache's memory."""
 
 
-class CacheRoom(NamedTuple):
-    """What fits into memory beside the weights, the same on all ranks.
-
-    Attributes:
-        num_blocks: without the scratch block.
-        num_slots: rows whose states fit, without the scratch slot; 0 in a model without states.
-        num_snapshots: states at the ends of blocks that fit beside these.
-    """
-
-    num_blocks: int
-    num_slots: int
-    num_snapshots: int
-
-
-def count_room(
-    settings: Settings,
-    loaded: LoadedModel,
-    communicator: Communicator,
-    peak_bytes: Callable[[], int],
-    kept_bytes: int = 0,
-) -> CacheRoom:
-    """Count blocks, and slots of states. Raises SettingError.
+def count_room(loaded: LoadedModel) -> int:
+    """Count slots of states, which the model's states get, and the blocks that fit into memory beside them
+    and the weights, the same on all ranks → the blocks, without the scratch block. Raises SettingError.
 
     KV_CACHE_BYTES is for all ranks together. Without it, on CUDA, the cache gets CUDA_MEMORY_FRACTION of the
-    GPU without the weights and `peak_bytes()`, which the largest step allocates. States come first: they are
-    a fixed size for each row. `kept_bytes` are left for what is kept beside the cache: encoded pictures.
-    Blocks that hold nothing, as an encoder's, only bound the tokens of rows.
+    GPU without the weights and `peak_bytes`, which the largest step allocates. States come first: they are a
+    fixed size for each row. Room is left for what is kept beside the cache: encoded pictures. Blocks that
+    hold nothing, as an encoder's, only bound the tokens of rows.
     """
+    settings, states, communicator = loaded.settings, loaded.states, loaded.communicator
     geometry, device = loaded.geometry, loaded.device
     is_whole = device.type == "cuda" and settings.kv_cache_bytes is None
-    own_bytes = geometry.block_bytes + loaded.states.slot_bytes
+    own_bytes = geometry.block_bytes + states.slot_bytes
     if loaded.is_encoder:
-        return CacheRoom(settings.max_batch_size * loaded.max_row_blocks, 0, 0)
+        return settings.max_batch_size * loaded.max_row_blocks
     if device.type == "cuda":
         left_bytes = cuda_bytes(device, settings.cuda_memory_fraction)
         available_bytes = max(
-            0, left_bytes - peak_bytes() - int(FREE_SHARE * torch.cuda.mem_get_info(device)[1])
+            0, left_bytes - peak_bytes(loaded) - int(FREE_SHARE * torch.cuda.mem_get_info(device)[1])
         )
     else:
         available_bytes = machine.available_bytes()
-    available_bytes = max(0, available_bytes - kept_bytes)
+    available_bytes = max(0, available_bytes - (PICTURE_CACHE_BYTES if loaded.tower else 0))
     share_bytes = (
         available_bytes
         if is_whole
         else settings.cpu_cache_bytes * own_bytes // max(1, sum(communicator.exchange(own_bytes)))
     )
-    num_slots = num_snapshots = 0
-    if sum(communicator.exchange(loaded.states.slot_bytes)):
+    if sum(communicator.exchange(states.slot_bytes)):
         slots = count_slots(loaded, share_bytes, settings.max_batch_size)
-        num_slots = min(communicator.exchange(slots))
-        left_bytes = share_bytes - slots_bytes(loaded, num_slots)
+        states.num_slots = min(communicator.exchange(slots))
+        left_bytes = share_bytes - slots_bytes(loaded, states.num_slots)
         if settings.prefix_caching and loaded.names_blocks:
-            most = SNAPSHOTS_PER_ROW * num_slots
-            if slot_bytes := loaded.states.slot_bytes:  # a stage without states has room for any number
-                most = min(most, min(left_bytes, share_bytes // SNAPSHOT_SHARE) // slot_bytes)
-            num_snapshots = min(communicator.exchange(most))
-        share_bytes = left_bytes - loaded.states.slot_bytes * num_snapshots
-    num_blocks = min(communicator.exchange(geometry.num_blocks(share_bytes, available_bytes)))
-    if num_slots:
-        num_blocks = min(num_blocks, (num_slots + num_snapshots) * loaded.max_row_blocks)
-    return CacheRoom(num_blocks, num_slots, num_snapshots)
+            most = SNAPSHOTS_PER_ROW * states.num_slots
+            if states.slot_bytes:  # a stage without states has room for any number
+                most = min(most, min(left_bytes, share_bytes // SNAPSHOT_SHARE) // states.slot_bytes)
+            states.num_snapshots = min(communicator.exchange(most))
+        share_bytes = left_bytes - states.slot_bytes * states.num_snapshots
+    num_blocks: int = min(communicator.exchange(geometry.num_blocks(share_bytes, available_bytes)))
+    return min(num_blocks, states.num_kept * loaded.max_row_blocks) if states else num_blocks
 
 
 def count_slots(loaded: LoadedModel, share_bytes: int, max_rows: int) -> int:

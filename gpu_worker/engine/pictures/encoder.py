@@ -240,6 +240,8 @@ Key = tuple[str, int]
 """Digest of a picture and number of its placeholders, which differs where a model sees a picture in several
 ways.
 """
+PICTURE_CACHE_BYTES = 256 * 2**20
+"""Encoded pictures that an engine keeps for further requests."""
 MAX_PROCESSED_BYTES = 2**28
 """Pixels that wait for their encoding: beyond it no further picture is processed ahead."""
 NICENESS = 10
