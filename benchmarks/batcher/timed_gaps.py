@@ -58,13 +58,11 @@ class GapsPool(TimedPool):
             self.length(mean, draw) for mean in (self.load.in_tokens, self.load.out_tokens)
         )
         prompt = list(range(number * LONGEST, number * LONGEST + in_tokens))
-        made = sharing_request(name, prompt, out_tokens, number)
-        asked = replace(made.request, class_name=class_name, gateway="g")
-        return Sequence(asked, made.entry_id, made.deadline_ms)
+        return sharing_request(name, prompt, out_tokens, number, class_name=class_name, gateway="g")
 
     def arrive(self) -> None:
         """Give the scheduler callers whose time has come, and bulk work as long as too little waits."""
-        if not (self.with_bulk or self.worker.rows) and self.arrivals:
+        if not (self.with_bulk or self.worker.live) and self.arrivals:
             self.clock_ms = max(self.clock_ms, self.arrivals[0][0])
         while self.arrivals and self.arrivals[0][0] <= self.clock_ms:
             sent_ms, number = self.arrivals.pop(0)
@@ -82,7 +80,7 @@ class GapsPool(TimedPool):
             self.arrivals.append((at_ms, len(self.arrivals)))
 
     def run_until(self, end_ms: float) -> None:
-        while self.clock_ms < end_ms and (self.with_bulk or self.arrivals or self.worker.rows):
+        while self.clock_ms < end_ms and (self.with_bulk or self.arrivals or self.worker.live):
             self.arrive()
             self.run_to_report()
 

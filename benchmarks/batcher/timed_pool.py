@@ -93,7 +93,7 @@ class TimedPool(Pool):
 
     def arrive(self) -> None:
         """Give the scheduler the requests whose time has come; if nothing runs, wait for the next one."""
-        if not self.worker.rows and self.arrivals:
+        if not self.worker.live and self.arrivals:
             self.clock_ms = max(self.clock_ms, self.arrivals[0][0])
         while self.arrivals and self.arrivals[0][0] <= self.clock_ms:
             sent_ms, number = self.arrivals.pop(0)
@@ -114,7 +114,7 @@ class TimedPool(Pool):
         ms = costs.step_ms + costs.row_ms * decoded + costs.token_ms * prefilled
         self.clock_ms += ms
         self.step_tokens.append((decoded, prefilled))
-        worker.report.step_times.append((1, int(decoded > 0), prefilled, ms))
+        worker.step_times.append((1, int(decoded > 0), prefilled, ms))
         for name, count in worker.committed.items():
             if count > len(self.token_ms[name]):
                 self.token_ms[name].append(self.clock_ms)
@@ -136,7 +136,7 @@ class TimedPool(Pool):
     def run_to_report(self) -> None:
         """Run steps until the worker reports."""
         report_ms = self.clock_ms + REPORT_MS
-        while self.clock_ms < report_ms and self.worker.rows:
+        while self.clock_ms < report_ms and self.worker.live:
             self.run_step()
             if self.is_report_due() or (self.arrivals and self.arrivals[0][0] <= self.clock_ms):
                 break
@@ -146,7 +146,10 @@ class TimedPool(Pool):
 
     def is_report_due(self) -> bool:
         report = self.worker.report
-        return bool(report.ended or report.prefilled) or self.worker.step >= self.worker.report_at
+        return (
+            bool(report.ended or report.prefilled)
+            or self.worker.rows.step >= self.worker.rows.grant.report_at
+        )
 
     def figures(self) -> Figures:
         gaps = [later - sooner for times in self.token_ms.values() for sooner, later in pairwise(times)]

@@ -97,7 +97,10 @@ class ScriptedEngine:
             self.ids[start.row] = start.ids
             if self.num_speculated and start.row in self.rows.rows:
                 row = self.rows.rows[start.row]
-                row.proposer, row.goes_on_from = Guesser(self, start.row), NEVER
+                row.proposer, row.goes_on_from = self.proposer_of(start), NEVER
+
+    def proposer_of(self, start: NewRow) -> Proposer:
+        return Guesser(self, start.row)
 
     def holds_others(self, block: int, ids: bytes, place: int) -> bool:
         """Whether other ids than a row's were computed up to the end of its block at this place."""

@@ -1,39 +1,44 @@
-"""A scheduler and simulated workers that obey its plans, without Redis: the engine's own rows, with reports.
-A worker complains when a plan breaks the rules of blocks. In a
-LatePool plans and reports come some steps late.
+"""A scheduler and simulated workers that obey its plans, without Redis: the agent's own reports of the
+engine's own rows. A worker complains when a plan breaks the rules of blocks. In a LatePool plans and reports
+come some steps late.
 """
 
 import random
 from collections import Counter, deque
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence as Items
+from dataclasses import replace
 from itertools import count
+from typing import Any
 from zlib import crc32
+
+from redis.asyncio import Redis
 
 from batcher.scheduling.plan_builder import PendingPlan
 from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
-from common.messages.events import INTERRUPTED
-from common.messages.plan import HeldRow, NewRow, Plan, Report, WorkerCapacity
+from common.broker.keys import Keys
+from common.broker.pool_client import PoolClient
+from common.messages.plan import NewRow, Plan, Report, WorkerCapacity
 from common.messages.records import RECORD, pack_ids, unpack_ids
-from common.messages.request import (
-    HASHED_TOKENS,
-    Generate,
-    StoppingParams,
-    block_names,
-    extend_hashes,
-    root_hash,
-)
+from common.messages.request import Generate, StoppingParams, extend_hashes, root_hash
+from common.settings.settings import Settings
+from gpu_worker.agent.agent import Agent
+from gpu_worker.agent.row_text import RowText
+from gpu_worker.agent.state import AgentState, Outbox
 from gpu_worker.engine.batch.adapters import Adapter
 from gpu_worker.engine.batch.beams import BeamGroup
-from gpu_worker.engine.batch.row import NEVER, Row, RowSlice
-from gpu_worker.engine.batch.rows import Rows
+from gpu_worker.engine.batch.row import RowSlice, confirmed
 from gpu_worker.engine.batch.step_result import Candidate, StepSamples
+from gpu_worker.engine.drafting.proposers import Proposer
 from gpu_worker.protocol import StepResult
+from tests.support.chaos.engine import BLOCK_SIZE
+from tests.support.fleet.modeless_worker import ModelessEngine
 from tests.support.speculation.knowing_proposer import KnowingProposer
+from tests.support.tokenizer import TOKENIZER
 
-FIRST_ID, EOS = 1_000_000, 2
-ANSWER = range(FIRST_ID, FIRST_ID + 2**16)
+EOS = 2
+ANSWER = range(10_000, 49_000)
 """What every request generates, up to its end."""
 
 
@@ -47,127 +52,65 @@ def ends_at(request_id: str, num_tokens: int, chance: float) -> bool:
     return crc32(f"{request_id} {num_tokens}".encode()) < chance * 2**32
 
 
-@dataclass(eq=False)
-class SimulatedRow:
-    """A row as the worker sees it: `row` is the engine's."""
+class SimulatedWorker(ModelessEngine):
+    """An agent, and its engine, which ends rows at their last token (`ends_at`) or their limit. Each row is
+    released some reports later (`draw`).
 
-    start: NewRow
-    row: Row
-    told_as: tuple[int, int] = (0, 0)
-    is_ahead: bool = False
-    ids: bytes = b""
-    hashes: bytes = b""
-
-    def __post_init__(self) -> None:
-        self.ids = self.start.request.prompt_ids
-        self.hashes = self.start.request.block_hashes
-
-    @property
-    def kv_len(self) -> int:
-        return self.row.kv_len
-
-    @property
-    def num_tokens(self) -> int:
-        return self.row.collected_index
-
-    @property
-    def is_prefilled(self) -> bool:
-        return self.told_as != (0, 0)
-
-    def names(self, block_size: int) -> list[bytes]:
-        """Names of its full blocks; none if it shares no blocks."""
-        if self.start.request.block_hashes:
-            known = len(self.ids) // 4 - self.start.request.num_prompt
-            self.ids += pack_ids(ANSWER[known : self.num_tokens])
-            self.hashes = extend_hashes(self.hashes, self.ids[: 4 * self.kv_len])
-        return block_names(self.hashes, block_size)[: self.kv_len // block_size]
-
-    @property
-    def generated_hashes(self) -> bytes:
-        self.names(HASHED_TOKENS)
-        return self.hashes[len(self.start.request.block_hashes) :]
-
-
-def candidates(group: BeamGroup) -> list[Candidate]:
-    """Continuations of which none ends a beam."""
-    num_beams = len(group.search.beams)
-    return [Candidate(i % num_beams, FIRST_ID + i, -1.0, -1.0) for i in range(group.search.params.width)]
-
-
-@dataclass
-class SimulatedWorker:
-    """A worker that ends rows at their last token (`ends_at`) or their limit, and releases each some reports
-    later (`draw`).
+    Attributes:
+        owned: the rows that have a block, by block.
+        leaving: (row, kv_len) of those that are to be released.
+        computed: tokens, by tenant; `num_prefilled` and `num_decoded` of these.
+        committed: tokens of each request, by its id.
+        ended_requests: ids of those that have ended; `interrupted`: rows whose requests go on elsewhere.
+        step_times, round_trips: what the next report says of them.
     """
 
-    block_size: int
-    draw: random.Random
-    eos_chance: float = 0.02
-    num_speculated: int = 0
-    rows: dict[int, SimulatedRow] = field(default_factory=dict)
-    leaving: list[tuple[int, SimulatedRow]] = field(default_factory=list)
-    owned: dict[int, set[int]] = field(default_factory=dict)
-    contents: dict[int, bytes] = field(default_factory=dict)
-    computed: Counter[str] = field(default_factory=Counter)
-    committed: dict[str, int] = field(default_factory=dict)
-    plan: int = 0
-    sequence: int = 0
-    num_prefilled: int = 0
-    num_decoded: int = 0
-    most_rows: int = 0
-    last_row: int = 0
-    ended_requests: set[str] = field(default_factory=set)
-    report: Report = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.adapters: dict[str, Adapter] = {}
-        self.engine = Rows(self.block_size, [EOS], prefix_caching=True, adapters=self.adapters)
-        self.clear()
+    def __init__(
+        self, capacity: WorkerCapacity, draw: random.Random, eos_chance: float = 0.02, num_speculated: int = 0
+    ) -> None:
+        super().__init__(0.0, num_speculated=num_speculated, eos_ids=[EOS])
+        pool = PoolClient(Redis(), Keys("default"))
+        self.agent = Agent(Settings(), pool, self, AgentState(TOKENIZER), capacity)
+        self.draw, self.eos_chance = draw, eos_chance
+        self.owned: dict[int, set[int]] = {}
+        self.leaving: list[tuple[int, int]] = []
+        self.computed, self.committed = Counter[str](), dict[str, int]()
+        self.ended_requests: set[str] = set()
+        self.interrupted: list[RowText] = []
+        self.step_times: list[tuple[int, int, int, float]] = []
+        self.round_trips: list[float] = []
+        self.sequence = self.num_prefilled = self.num_decoded = 0
 
     @property
-    def step(self) -> int:
-        return self.engine.step
+    def live(self) -> dict[int, RowText]:
+        """Rows that have not ended, by number."""
+        return {row.row: row for row in self.agent.state.live}
 
     @property
-    def until(self) -> int:
-        return self.engine.grant.until
-
-    @property
-    def report_at(self) -> int:
-        return self.engine.grant.report_at
-
-    def clear(self) -> None:
-        self.sequence += 1
-        self.report = Report(self.sequence, 1, self.plan, self.step)
+    def report(self) -> Report:
+        """What the next report says of rows."""
+        return self.agent.state.outbox.report
 
     def apply_plan(self, plan: Plan) -> None:
-        assert plan.number > self.plan, "plans come in order"
-        self.plan = plan.number
+        assert plan.number > self.agent.state.plan.number, "plans come in order"
+        self.agent.plans.apply(plan)
+        result = self.rows.take_result()
+        result.step = self.rows.step
+        self.note(result)
+
+    def send(self, plan: Plan) -> None:
+        """Take a plan of the agent, which knows its rows by now."""
         self.adapters |= {one.request.adapter: Adapter(one.request.adapter) for one in plan.starts}
-        self.engine.apply(replace(plan, until=max(self.until, plan.until)))
-        self.note(self.engine.take_result())
         for number, blocks in plan.blocks:
-            if number in self.rows:
+            if number in self.agent.state.rows:
                 self.own(number, unpack_ids(blocks))
         for start in plan.starts:
-            assert start.row > self.last_row, "row numbers go on"
-            self.last_row = start.row
-            row = self.engine.rows[start.row]
-            row.goes_on_from = NEVER
-            row.proposer = KnowingProposer(
-                ANSWER, start.base, 0, self.draw.randrange(2**32), [], self.num_speculated, False
-            )
-            self.rows[start.row] = simulated = SimulatedRow(start, row)
-            num_shared, held = start.num_cached // self.block_size, unpack_ids(start.blocks)
-            self.share(simulated, held[:num_shared])
+            num_shared, held = start.num_cached // BLOCK_SIZE, unpack_ids(start.blocks)
+            assert num_shared * BLOCK_SIZE == start.num_cached < len(start.ids) // 4
+            for block in held[:num_shared]:
+                self.owned.setdefault(block, set()).add(start.row)
             self.own(start.row, held[num_shared:])
-
-    def share(self, row: SimulatedRow, blocks: list[int]) -> None:
-        assert len(blocks) * self.block_size == row.start.num_cached < len(row.row.ids)
-        for name, block in zip(row.names(self.block_size), blocks, strict=True):
-            held = self.contents.get(block)
-            assert held == name, f"block {block} holds {held!r}"
-            self.owned.setdefault(block, set()).add(row.start.row)
+        self.apply(plan)
 
     def own(self, number: int, blocks: list[int]) -> None:
         for block in blocks:
@@ -176,124 +119,112 @@ class SimulatedWorker:
                 f"block {block} was handed out before row {self.owned.get(block)} was released"
             )
             self.owned[block] = {number}
-            self.contents.pop(block, None)
 
-    def end(self, number: int, why: str) -> None:
-        row = self.rows.pop(number)
-        self.report.ended.append((number, why, row.num_tokens))
-        self.leaving.append((number, row))
-        if why not in INTERRUPTED:
-            self.ended_requests.add(row.start.request.request_id)
+    def holds_others(self, block: int, ids: bytes, place: int) -> bool:
+        assert not super().holds_others(block, ids, place), f"block {block} has other ids"
+        return False
+
+    def proposer_of(self, start: NewRow) -> Proposer:
+        seed = self.draw.randrange(2**32)
+        return KnowingProposer(ANSWER, start.base, 0, seed, [], self.num_speculated, False)
+
+    def fill_blocks(self, slices: Items[RowSlice]) -> None:
+        """Count what is computed. Blocks of rows that share none are not looked at."""
+        sharing = []
+        for one in slices:
+            request = self.agent.state.rows[one.row.number].request
+            self.computed[request.tenant] += one.count
+            self.num_decoded += one.count if one.decodes else 0
+            self.num_prefilled += 0 if one.decodes else one.count
+            sharing += [one] if request.block_hashes else []
+        super().fill_blocks(sharing)
+
+    def forward(self, slices: Items[RowSlice]) -> StepSamples:
+        """No continuation of a beam search ends a beam."""
+        samples = super().forward(slices)
+        for number, row in self.rows.rows.items():
+            if isinstance(row.output, BeamGroup):
+                width, num_beams = row.output.search.params.width, len(row.output.search.beams)
+                found = [Candidate(i % num_beams, ANSWER[i], -1.0, -1.0) for i in range(width)]
+                samples.candidates[number] = found
+        return samples
+
+    def sample(self, one: RowSlice) -> list[int]:
+        request_id = self.agent.state.rows[one.row.number].request.request_id
+        sampled = [
+            EOS if ends_at(request_id, index + 1, self.eos_chance) else generated_id(index)
+            for index in range(one.first_index, one.first_index + one.num_samples)
+        ]
+        self.ids[one.row.number] += pack_ids(confirmed(sampled, one.proposed))
+        return sampled
 
     def run(self) -> bool:
         """Run one step, if one is granted and a row can take part."""
-        slices = self.engine.launch()
-        self.most_rows = max(self.most_rows, len(slices))
-        ids = [self.sample(one, place) for one in slices for place in range(one.num_samples)]
-        outputs = {number: row.output for number, row in self.engine.rows.items()}
-        found = {number: candidates(one) for number, one in outputs.items() if isinstance(one, BeamGroup)}
-        self.engine.collect(slices, StepSamples(ids, [0.0] * len(ids), candidates=found))
-        for one in slices:
-            self.fill(self.rows[one.row.number], one)
-        self.note(self.engine.take_result())
-        return bool(slices)
-
-    def sample(self, one: RowSlice, place: int) -> int:
-        index = one.first_index + place
-        request_id = self.rows[one.row.number].start.request.request_id
-        return EOS if ends_at(request_id, index + 1, self.eos_chance) else generated_id(index)
-
-    def fill(self, row: SimulatedRow, one: RowSlice) -> None:
-        """Note what a row has computed: blocks that are full now hold its ids."""
-        count, request = max(0, row.kv_len - one.begin), row.start.request
-        self.computed[request.tenant] += count
-        if one.decodes:
-            self.num_decoded += count
-            row.is_ahead |= count > 1
-        else:
-            self.num_prefilled += count
-        if row.num_tokens > row.start.base:
-            self.committed[request.request_id] = row.num_tokens
-        filled = range(one.begin // self.block_size, row.kv_len // self.block_size)
-        if filled and (names := row.names(self.block_size)):
-            for i in filled:
-                self.contents[int(row.row.blocks[i])] = names[i]
+        before = self.rows.step
+        if (result := self.step()) is not None:
+            self.note(result)
+        return self.rows.step > before
 
     def note(self, result: StepResult) -> None:
-        """Report what a step has brought."""
-        for number, kv_len in result.prefilled:
-            self.rows[number].told_as = kv_len, self.step
-            self.report.prefilled.append((number, kv_len, self.step))
-        for number, why, _ in result.ended:
-            self.end(number, why)
+        """Give the agent what a step or a plan has brought, but what is released, and publish it."""
+        self.leaving += result.released
+        result.released = []
+        self.agent.steps.apply(result)
+        outbox = self.agent.state.outbox
+        for row in outbox.rows:
+            self.committed[row.request.request_id] = row.num_tokens
+            row.texts.clear()
+        self.ended_requests |= {row.request.request_id for row, _ in outbox.terminals}
+        self.interrupted += outbox.interrupted
+        for published in (outbox.rows, outbox.terminals, outbox.interrupted):
+            published.clear()
 
     def release(self) -> None:
         """Release rows that have ended, some sooner and some later."""
-        staying = []
-        for number, row in self.leaving:
-            if self.draw.random() < 0.5:
-                staying.append((number, row))
-                continue
-            for block in row.row.blocks.tolist():
+        staying, released = list[tuple[int, int]](), list[tuple[int, int]]()
+        for one in self.leaving:
+            (staying if self.draw.random() < 0.5 else released).append(one)
+        self.leaving = staying
+        for number, _ in released:
+            for block in unpack_ids(self.agent.state.rows[number].blocks):
                 self.owned[block].remove(number)
                 if not self.owned[block]:
                     del self.owned[block]
-            self.report.released.append((number, row.kv_len))
-            if hashes := row.generated_hashes:
-                self.report.hashes.append((number, hashes))
-        self.leaving = staying
+        self.agent.steps.apply(StepResult(self.rows.step, released=released))
 
     def answer_takeover(self, epoch: int) -> Report:
         """Answer with the rows that it holds. Unread reports are lost, as those to an earlier batcher are."""
-        self.take_lengths()
-        self.clear()
-        self.plan = 1
-        held = [self.held(number, row, False) for number, row in self.rows.items()]
-        held += [self.held(number, row, True) for number, row in self.leaving]
-        return Report(self.sequence, epoch, 1, self.step, takeover=True, held=held, last_row=self.last_row)
-
-    def held(self, number: int, row: SimulatedRow, ended: bool) -> HeldRow:
-        start, (kv_len, step), blocks = row.start, row.told_as, row.row.blocks.tobytes()
-        own = number, start.request.request_id, start.attempt, start.base
-        return HeldRow(*own, row.num_tokens, blocks, kv_len, step, ended, start.num_cached)
-
-    def take_lengths(self) -> list[tuple[int, int, int]]:
-        """Take the lengths of rows that are ahead of one token a step."""
-        ahead = [(number, row) for number, row in self.rows.items() if row.is_ahead]
-        for _, row in ahead:
-            row.told_as, row.is_ahead = (row.kv_len, self.step), False
-        return [(number, *row.told_as) for number, row in ahead]
+        self.agent.state.outbox = Outbox()
+        self.agent.plans.apply(Plan(epoch, 1, 0, 0, takeover=True))
+        return self.take_report()
 
     def take_report(self) -> Report:
-        report = replace(self.report, plan=self.plan, step=self.step, lengths=self.take_lengths())
-        self.clear()
-        return report
+        outbox, self.agent.state.outbox = self.agent.state.outbox, Outbox()
+        self.sequence += 1
+        report = self.agent.flusher.make_report(outbox, self.sequence)
+        times, self.step_times = self.step_times, []
+        trips, self.round_trips = self.round_trips, []
+        return replace(report, step_times=times, round_trips=trips)
 
 
 # --- simulated pool -----------------------------------------------------------------------------------------
 
-BLOCK_SIZE = 16
 
-
-def request(
-    name: str, num_prompt: int, max_new_tokens: int, entry: int = 0, ttl_ms: int = 60_000, gateway: str = ""
-) -> Sequence:
-    """Make a request; without a gateway it is a job."""
-    generate = Generate(
-        name, "d", pack_ids(range(num_prompt)), StoppingParams(max_new_tokens), gateway=gateway
-    )
-    return Sequence(generate, f"1000-{entry}", 1000 + ttl_ms)
+def request(name: str, num_prompt: int, max_new_tokens: int, entry: int = 0, **fields: Any) -> Sequence:
+    """A request that was queued at 1,000 ms, with these fields of Generate; without a gateway it is a job."""
+    stopping = StoppingParams(max_new_tokens)
+    generate = Generate(name, "d", pack_ids(range(num_prompt)), stopping, **fields)
+    return Sequence(generate, f"1000-{entry}", 1000 + generate.ttl_ms)
 
 
 def sharing_request(
-    name: str, prompt: list[int], max_new_tokens: int, entry: int = 0, salt: str = "", num_choices: int = 1
+    name: str, prompt: list[int], max_new_tokens: int, entry: int = 0, **fields: Any
 ) -> Sequence:
-    """Make a request that may share blocks with others."""
+    """A request that may share blocks with others."""
     ids = pack_ids(prompt)
-    hashes = extend_hashes(root_hash(salt), ids)
-    stopping = StoppingParams(max_new_tokens)
-    generate = Generate(name, "d", ids, stopping, block_hashes=hashes, num_choices=num_choices)
-    return Sequence(generate, f"1000-{entry}", 10**9)
+    shared = {"prompt_ids": ids, "block_hashes": extend_hashes(root_hash(""), ids)}
+    made = request(name, 0, max_new_tokens, entry, **fields)
+    return Sequence(replace(made.request, **shared), made.entry_id, made.deadline_ms)
 
 
 def make_replica(num_blocks: int = 10, max_batch_size: int = 4) -> Replica:
@@ -302,9 +233,8 @@ def make_replica(num_blocks: int = 10, max_batch_size: int = 4) -> Replica:
     return Replica(capacity, WorkerLimits(max_batch_size, 32))
 
 
-def make_sequence(num_prompt: int, max_new_tokens: int = 100) -> Sequence:
-    stopping = StoppingParams(max_new_tokens)
-    return Sequence(Generate("r", "d", pack_ids([1] * num_prompt), stopping), "1-0", 10**15)
+def make_sequence(num_prompt: int, max_new_tokens: int = 100, **fields: Any) -> Sequence:
+    return request("r", num_prompt, max_new_tokens, **fields)
 
 
 class Pool:
@@ -341,7 +271,9 @@ class Pool:
     def add_worker(self) -> str:
         name = f"w{self.num_added}"
         self.num_added += 1
-        self.workers[name] = SimulatedWorker(BLOCK_SIZE, self.random, self.eos_chance, self.num_speculated)
+        self.workers[name] = SimulatedWorker(
+            self.capacity(name), self.random, self.eos_chance, self.num_speculated
+        )
         self.scheduler.workers.add(Replica(self.capacity(name), self.scheduler.limits))
         return name
 
@@ -516,7 +448,7 @@ class LatePool:
             ran = self.worker.run()
             self.worker.release()
             self.num_steps += ran
-            self.taken.append(min(self.num_places, len(self.worker.rows)) * ran)
+            self.taken.append(min(self.num_places, len(self.worker.live)) * ran)
             self.send_report()
             while self.reports and self.reports[0][0] <= self.tick:
                 self.pool.scheduler.apply_report("w0", self.reports.popleft()[1])
@@ -537,18 +469,19 @@ class LatePool:
     def deliver_plans(self) -> None:
         while self.plans and self.plans[0][0] <= self.tick:
             plan = self.plans.popleft()[1]
-            if self.due_tick >= 0 and plan.report_at > self.worker.report_at:
-                self.worker.report.round_trips.append((self.tick - self.due_tick) * STEP_MS)
+            if self.due_tick >= 0 and plan.report_at > self.worker.rows.grant.report_at:
+                self.worker.round_trips.append((self.tick - self.due_tick) * STEP_MS)
                 self.due_tick = -1
             self.worker.apply_plan(plan)
-            self.granted.append(self.worker.until - self.worker.step)
+            self.granted.append(self.worker.rows.grant.until - self.worker.rows.step)
 
     def send_report(self) -> None:
         worker = self.worker
-        is_due = worker.step >= worker.report_at > self.reported_step
+        step = worker.rows.step
+        is_due = step >= worker.rows.grant.report_at > self.reported_step
         if is_due and self.due_tick < 0:
             self.due_tick = self.tick
         if is_due or worker.report.ended or worker.report.released or worker.report.prefilled:
-            worker.report.step_times.append((self.num_steps, self.num_steps, 0, self.num_steps * STEP_MS))
-            self.reported_step, self.num_steps = worker.step, 0
+            worker.step_times.append((self.num_steps, self.num_steps, 0, self.num_steps * STEP_MS))
+            self.reported_step, self.num_steps = step, 0
             self.reports.append((self.tick + self.late, worker.take_report()))

@@ -366,8 +366,7 @@ def scheduler(*adapters: str) -> Scheduler:
     """Make one whose requests, which wait, have these adapters."""
     made = Scheduler(WorkerLimits(), epoch=1)
     for i, adapter in enumerate(adapters):
-        sequence = request(f"r{i}", 20, 4, i)
-        sequence.request = replace(sequence.request, adapter=adapter)
+        sequence = request(f"r{i}", 20, 4, i, adapter=adapter)
         made.register(sequence)
         made.enqueue(sequence)
     return made

@@ -11,11 +11,10 @@ import pytest
 from batcher.scheduling.kv_blocks import PrefixCache
 from batcher.scheduling.plan_builder import next_plan, set_lengths
 from batcher.scheduling.replica import Replica, WorkerLimits
-from batcher.scheduling.sequence import Sequence
 from common.messages.records import num_group_blocks
 from common.messages.request import BeamParams, prompt_hashes
+from tests.support.chaos.engine import BLOCK_SIZE
 from tests.support.fleet.simulated_pool import (
-    BLOCK_SIZE,
     Pool,
     generated_id,
     make_replica,
@@ -144,7 +143,7 @@ def test_a_request_waits_for_a_row_whose_states_it_can_start_with() -> None:
     """These are kept at the end of the row's last block, so a request that shares less does not wait."""
     pool = Pool(1, num_blocks=100, seed=1)
     [replica] = pool.scheduler.replicas.values()
-    row = replica.start(sharing_request("r0", list(range(100)), 5, entry=0, salt=""))
+    row = replica.start(sharing_request("r0", list(range(100)), 5))
     names = replica.names(row.sequence)
     cache = PrefixCache()
     cache.snapshots = set()
@@ -218,14 +217,11 @@ def test_a_grant_is_needed_where_a_row_that_is_ahead_fills_its_blocks(
         assert not replica.needs_grant
 
 
-def make_beams(num_prompt: int, max_new_tokens: int = 100, width: int = 3) -> Sequence:
-    sequence = make_sequence(num_prompt, max_new_tokens)
-    return Sequence(replace(sequence.request, beams=BeamParams(width)), "1-0", 10**15)
-
-
 def test_a_beam_search_has_the_blocks_of_its_prompt_once_and_others_for_each_beam() -> None:
     replica = make_replica(num_blocks=40)
-    row = replica.start(make_beams(36))  # two full blocks; with a horizon of 32 tokens five
+    row = replica.start(
+        make_sequence(36, beams=BeamParams(3))
+    )  # two full blocks; with a horizon of 32 tokens five
     assert len(row.blocks) == 2 + 3 * 3
     assert replica.reserved == 3 * (2 + 1), "a horizon, and a block, of each beam"
     replica.on_prefilled(row, 36, 1)
@@ -245,13 +241,13 @@ def test_a_beam_search_has_the_blocks_of_its_prompt_once_and_others_for_each_bea
 
 def test_a_beam_search_takes_a_place_for_each_beam() -> None:
     replica = make_replica(num_blocks=100, max_batch_size=4)
-    first = replica.start(make_beams(16))
+    first = replica.start(make_sequence(16, beams=BeamParams(3)))
     assert replica.num_running == 3 and replica.can_start(make_sequence(16))
-    assert not replica.can_start(make_beams(16, width=2))
+    assert not replica.can_start(make_sequence(16, beams=BeamParams(2)))
     replica.start(make_sequence(16))
     assert not replica.can_start(make_sequence(16))
     replica.end_row(first)
-    assert replica.num_running == 1 and replica.can_start(make_beams(16))
+    assert replica.num_running == 1 and replica.can_start(make_sequence(16, beams=BeamParams(3)))
 
 
 @pytest.mark.parametrize(
@@ -261,7 +257,7 @@ def test_what_a_worker_can_ever_hold_counts_the_blocks_and_places_of_beams(
     width: int, max_new_tokens: int, fits: bool
 ) -> None:
     """Ten blocks: two of the prompt, and two for each of four beams."""
-    assert make_replica().can_ever_hold(make_beams(32, max_new_tokens, width)) == fits
+    assert make_replica().can_ever_hold(make_sequence(32, max_new_tokens, beams=BeamParams(width))) == fits
 
 
 def test_states_of_rows_bound_the_batch() -> None:

@@ -60,10 +60,10 @@ def test_a_cancel_stops_a_row_as_soon_as_its_plan_is_there_however_much_is_grant
     pool = LatePool(late, WorkerLimits(max_batch_size=16), num_blocks=8192, eos_chance=0)
     pool.run(600)
     assert pool.replica.horizon > 4 * late
-    number, row = next(iter(pool.worker.rows.items()))
-    pool.pool.scheduler.cancel(row.start.request.request_id, "client")
+    number, row = next(iter(pool.worker.live.items()))
+    pool.pool.scheduler.cancel(row.request.request_id, "client")
     pool.run(late + 1)
-    assert number not in pool.worker.rows
+    assert number not in pool.worker.live
 
 
 # --- pace step times ----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ those that end.
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -21,11 +21,10 @@ from batcher.scheduling.replica import Replica, WorkerLimits
 from batcher.scheduling.request_queue import MAX_LOOKED_PAST, MAX_PASSED, PATIENCE, RequestQueue
 from batcher.scheduling.sequence import PlacedRow, Sequence
 from common.messages.request import SERVICE_CLASSES
+from tests.support.chaos.engine import BLOCK_SIZE
 from tests.support.fleet.simulated_pool import (
-    BLOCK_SIZE,
     LatePool,
     Pool,
-    SimulatedWorker,
     make_replica,
     make_sequence,
     request,
@@ -37,9 +36,9 @@ def new(
     name: str, arrival: int, priority: str = "", tenant: str = "", prompt: int = 10, most: int = 10
 ) -> Sequence:
     """A request that waits."""
-    sequence = request(name, prompt, most, arrival)
-    asked = replace(sequence.request, class_name=priority, tenant=tenant)
-    return Sequence(asked, sequence.entry_id, sequence.deadline_ms, waiting=True)
+    sequence = request(name, prompt, most, arrival, class_name=priority, tenant=tenant)
+    sequence.waiting = True
+    return sequence
 
 
 def queue_of(*sequences: Sequence, weights: dict[str, float] | None = None) -> RequestQueue:
@@ -220,8 +219,7 @@ def make_pool(num_workers: int, **adapters: tuple[str, ...]) -> Pool:
 
 
 def ask(pool: Pool, name: str, adapter: str, new: int = 40) -> Sequence:
-    sequence = request(name, 20, new, entry=len(pool.scheduler.sequences))
-    sequence.request = replace(sequence.request, adapter=adapter)
+    sequence = request(name, 20, new, len(pool.scheduler.sequences), adapter=adapter)
     pool.add(sequence)
     pool.decide()
     return sequence
@@ -299,19 +297,6 @@ def test_scarce_blocks_go_to_the_most_important_row() -> None:
     ]
 
 
-@dataclass(eq=False)
-class WatchedWorker(SimulatedWorker):
-    """Keeps request, base and number of tokens of rows that are preempted."""
-
-    preempted: list[tuple[str, int, int]] = field(default_factory=list)
-
-    def end(self, number: int, why: str) -> None:
-        row = self.rows[number]
-        if why == "preempted":
-            self.preempted.append((row.start.request.request_id, row.start.base, row.num_tokens))
-        super().end(number, why)
-
-
 @settings(max_examples=80)
 @given(
     sizes=st.lists(
@@ -332,21 +317,20 @@ def test_whoever_is_preempted_has_filled_a_block_and_the_most_important_request_
     num_speculated: int,
 ) -> None:
     limits = WorkerLimits(max_batch_size=16, max_horizon=horizon)
-    pool = Pool(1, num_blocks, seed, limits, eos_chance=0.005, shares=shares)
-    worker = pool.workers["w0"] = WatchedWorker(BLOCK_SIZE, pool.random, pool.eos_chance, num_speculated)
-    replica = pool.scheduler.replicas["w0"]
+    pool = Pool(1, num_blocks, seed, limits, 0.005, shares, num_speculated=num_speculated)
+    worker, replica = pool.workers["w0"], pool.scheduler.replicas["w0"]
     for i, (num_prompt, new, class_index) in enumerate(sizes):
         sequence = sharing_request(f"r{i}", [*range(num_prompt)], new, i)
         sequence.class_index = class_index
         pool.add(sequence)
     while pool.scheduler.sequences:
         most_important = min(map(importance, replica.running), default=None)
-        before = len(worker.preempted)
+        before = len(worker.interrupted)
         pool.turn()
-        for name, base, num_tokens in worker.preempted[before:]:
-            assert num_tokens - base >= BLOCK_SIZE, name
+        preempted = worker.interrupted[before:]
+        assert all(row.num_tokens - row.base >= BLOCK_SIZE for row in preempted)
         assert replica.reserved == sum(row.reserved for row in replica.running) >= 0
-        gone = {name for name, *_ in worker.preempted[before:]}
+        gone = {row.request.request_id for row in preempted}
         assert not gone & {
             row.sequence.request_id for row in replica.running if importance(row) == most_important
         }
@@ -371,13 +355,13 @@ def full_pool() -> Pool:
 def test_a_row_that_ends_is_replaced_at_the_same_step_boundary() -> None:
     pool = full_pool()
     worker = pool.workers["w0"]
-    while len(worker.rows) > ROWS:
-        assert worker.run() and worker.rows[ROWS + 1].kv_len == 0
-        if worker.step > worker.until // 2:
+    while len(worker.live) > ROWS:
+        assert worker.run() and worker.live[ROWS + 1].kv_len == 0
+        if worker.rows.step > worker.rows.grant.until // 2:
             pool.scheduler.apply_report("w0", worker.take_report())
             pool.decide()
     assert worker.run(), "before anybody hears of the end"
-    assert worker.rows[ROWS + 1].is_prefilled
+    assert worker.live[ROWS + 1].kv_len
     assert worker.most_rows == ROWS
     pool.run()
     assert len(pool.finished) == ROWS + 1

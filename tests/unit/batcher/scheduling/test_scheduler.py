@@ -4,7 +4,6 @@ a worker that joins.
 """
 
 from collections import deque
-from dataclasses import replace
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -17,7 +16,7 @@ from batcher.scheduling.scheduler import CALLERS_MS, Scheduler
 from batcher.scheduling.sequence import Sequence
 from common.messages.plan import HeldRow, Report
 from common.messages.records import pack_ids, unpack_ids
-from common.messages.request import BeamParams
+from common.messages.request import SERVICE_CLASSES, BeamParams
 from tests.support.fleet.simulated_pool import Pool, ends_at, generated_id, request, sharing_request
 
 LIMITS = WorkerLimits(max_batch_size=16)
@@ -141,11 +140,11 @@ def test_suspects_start_one_at_a_time() -> None:
         one.crash_count = 1
     pool.add(*suspects, request("r9", 10, 50, 9))
     pool.decide()
-    assert len(pool.workers["w0"].rows) == 2
-    assert {row.start.request.request_id for row in pool.workers["w0"].rows.values()} == {"r0", "r9"}
+    assert len(pool.workers["w0"].live) == 2
+    assert {row.request.request_id for row in pool.workers["w0"].live.values()} == {"r0", "r9"}
     pool.turn()
     pool.decide()
-    assert len(pool.workers["w0"].rows) == 3
+    assert len(pool.workers["w0"].live) == 3
 
 
 def test_a_request_that_no_cache_can_hold_is_refused_and_blocks_nobody() -> None:
@@ -192,9 +191,8 @@ FEW_PLACES = WorkerLimits(max_batch_size=PLACES)
 
 
 def of_class(name: str, class_index: int, num_prompt: int = 8, new: int = 400, entry: int = 0) -> Sequence:
-    sequence = request(name, num_prompt, new, entry, gateway="" if class_index == 2 else "g")
-    sequence.class_index = class_index
-    return sequence
+    gateway, class_name = "" if class_index == 2 else "g", SERVICE_CLASSES[class_index]
+    return request(name, num_prompt, new, entry, gateway=gateway, class_name=class_name)
 
 
 def batch_pool(class_index: int = 2, num_blocks: int = 2000, turns: int = 8) -> Pool:
@@ -211,10 +209,10 @@ def test_an_urgent_request_takes_the_place_of_a_batch_row_at_the_same_step_bound
     worker = pool.workers["w0"]
     for name, class_index in (("u", 0), ("s", 1)):
         pool.add(of_class(name, class_index, entry=100))
-        before = worker.step
+        before = worker.rows.step
         pool.decide()
         worker.run()
-        assert worker.step == before + 1 and worker.committed[name] == 1
+        assert worker.rows.step == before + 1 and worker.committed[name] == 1
         worker.release()
         pool.scheduler.apply_report("w0", worker.take_report())
     pool.run()
@@ -342,15 +340,12 @@ def check_urgent(pool: Pool) -> None:
 
 # --- turn callers -------------------------------------------------------------------------------------------
 
-NUM_WORKERS, NUM_ROWS, PROMPT_TOKENS, TOKENS = 2, 256, 3, 64
 TTL_MS = 600_000
 
 
 def asked_of_class(class_name: str, name: str, entry: int) -> Sequence:
     """Make a request that is queued at 1,000 ms."""
-    made = request(name, PROMPT_TOKENS, TOKENS, entry, ttl_ms=TTL_MS, gateway="g")
-    asked = replace(made.request, class_name=class_name, ttl_ms=TTL_MS)
-    return Sequence(asked, made.entry_id, made.deadline_ms)
+    return request(name, 3, 64, entry, ttl_ms=TTL_MS, gateway="g", class_name=class_name)
 
 
 def test_plans_bound_prompts_of_batches_for_a_minute_after_the_last_caller() -> None:
@@ -372,7 +367,7 @@ PROMPT, NEW = 40, 1000
 
 def on(pool: Pool, worker: str) -> int:
     """Return how many rows a worker has."""
-    return len(pool.workers[worker].rows)
+    return len(pool.workers[worker].live)
 
 
 def two_workers(num_rows: int, max_batch_size: int = 8, num_blocks: int = 2000, prompt: int = PROMPT) -> Pool:
@@ -469,7 +464,7 @@ def test_a_row_longer_than_what_is_computed_at_once_leaves_alone() -> None:
 
 def test_the_shortest_rows_leave_first_and_beam_searches_last() -> None:
     pool = Pool(1, num_blocks=2000, seed=1, eos_chance=0)
-    search = Sequence(replace(request("beams", 10, NEW).request, beams=BeamParams(2)), "1000-3", 10**9)
+    search = request("beams", 10, NEW, 3, beams=BeamParams(2))
     pool.add(search, request("long", 500, NEW, 0), request("short", 20, NEW, 2))
     for _ in range(15):
         pool.turn()
@@ -489,7 +484,7 @@ def test_rows_do_not_leave_for_a_worker_without_blocks() -> None:
     assert on(pool, "w0") == 1
     pool.scheduler.cancel(next(pool.scheduler.replicas["w1"].running).sequence.request_id, "client")
     pool.run()
-    assert (len(pool.finished), pool.workers["w0"].rows) == (2, {})
+    assert (len(pool.finished), pool.workers["w0"].live) == (2, {})
 
 
 def test_a_request_that_ends_on_its_way_is_forgotten() -> None:
