@@ -64,16 +64,6 @@ LATENT = {
     "v_head_dim": 12,
     "num_key_value_heads": 4,
 }
-EYES = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
-QWEN_EYES = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
-UNTIED = {"tie_word_embeddings": False}
 
 
 def rope(kind: str, **parameters: Any) -> dict[str, Any]:
@@ -228,44 +218,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "OLMo3": ("Olmo3", LLAMA | SPREAD | MIXED),
     "EXAONE4": ("Exaone4", LLAMA | MIXED),
     "gpt-oss": ("GptOss", LLAMA | WIDE | MIXED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
-}
-SEEING: dict[str, tuple[str, dict[str, Any]]] = {
-    "Gemma3-images": (
-        "Gemma3",
-        {"text_config": LLAMA | WIDE | MIXED | SPREAD, "vision_config": EYES} | UNTIED,
-    ),
-    "Ministral3-images": (
+    "Ministral3-images": (  # of which the part for text is served
         "Mistral3",
         {
             "text_config": LLAMA | {"model_type": "ministral3", "head_dim": 16},
-            "vision_config": EYES | {"model_type": "pixtral"},
-        }
-        | UNTIED,
-    ),
-    "Qwen2-VL": (
-        "Qwen2VL",
-        {
-            "text_config": LLAMA | rope("default", mrope_section=[2, 3, 3]),
-            "vision_config": {"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 64},
-        }
-        | UNTIED,
-    ),
-    "Qwen2.5-VL": (
-        "Qwen2_5_VL",
-        {"text_config": LLAMA | rope("default", mrope_section=[2, 3, 3]), "vision_config": QWEN_EYES}
-        | UNTIED,
-    ),
-    "Qwen3-VL": (
-        "Qwen3VL",
-        {
-            "text_config": LLAMA | WIDE | rope("default", mrope_section=[4, 6, 6], mrope_interleaved=True),
-            "vision_config": QWEN_EYES | {"deepstack_visual_indexes": [0]},
-        }
-        | UNTIED,
+            "vision_config": {
+                "model_type": "pixtral",
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+            },
+            "tie_word_embeddings": False,
+        },
     ),
 }
-"""Models that see images, too: their part for text is served."""
-
 KINDS: dict[str, Any] = {
     "is_encoder_decoder": transformers.AutoModelForSeq2SeqLM,
     "vision_config": transformers.AutoModelForImageTextToText,

@@ -28,6 +28,7 @@ EYES = {
     "image_size": 32,
     "patch_size": 8,
 }
+QWEN_EYES = {"hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
 NO_CHANGES: Mapping[str, Any] = {}
 PLACEHOLDER = 499
 BEFORE_TILE = 3
@@ -138,7 +139,7 @@ FAMILIES = {
         "Qwen2_5_VL",
         {
             "text_config": QWEN_TEXT,
-            "vision_config": tiny_models.QWEN_EYES
+            "vision_config": QWEN_EYES
             | {"depth": 2, "patch_size": 8, "window_size": 32, "fullatt_block_indexes": [1]},
         }
         | QWEN_IDS,
@@ -151,8 +152,7 @@ FAMILIES = {
             "text_config": tiny_models.LLAMA
             | tiny_models.WIDE
             | tiny_models.rope("default", mrope_section=[4, 6, 6], mrope_interleaved=True),
-            "vision_config": tiny_models.QWEN_EYES
-            | {"depth": 3, "patch_size": 8, "deepstack_visual_indexes": [0, 1]},
+            "vision_config": QWEN_EYES | {"depth": 3, "patch_size": 8, "deepstack_visual_indexes": [0, 1]},
         }
         | QWEN_IDS,
         "Qwen2VLImageProcessorPil",

@@ -23,7 +23,7 @@ from tests.support.engine.tiny_engine import (
     engine_of,
     prompts,
 )
-from tests.support.engine.tiny_models import ENCODER_DECODERS, FAMILIES, HYBRIDS, LLAMA, SEEING
+from tests.support.engine.tiny_models import ENCODER_DECODERS, FAMILIES, HYBRIDS, LLAMA
 
 MOST_REPEATED = 0.625
 """Of the ids of an answer; others prove little."""
@@ -65,7 +65,7 @@ def stretched(kind: str, **settings: Any) -> Case:
     return make, settings | {"rope_factor": 2.0}
 
 
-MODELS = FAMILIES | SEEING | ENCODER_DECODERS | HYBRIDS
+MODELS = FAMILIES | ENCODER_DECODERS | HYBRIDS
 CASES: dict[str, Case] = {
     **{name: family(name) for name in MODELS},
     **{form: checkpoint(form) for form in FORMATS},

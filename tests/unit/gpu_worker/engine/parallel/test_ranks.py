@@ -55,7 +55,7 @@ from tests.support.engine.pictures.seeing import SETTINGS as SEEING_SETTINGS
 from tests.support.engine.pictures.seeing import Seeing
 from tests.support.engine.quantized_models import FORMATS, keeps_blocks
 from tests.support.engine.tiny_engine import NEW_TOKENS, SETTINGS, answers, engine_of, play, prompts
-from tests.support.engine.tiny_models import FAMILIES, HYBRIDS, LLAMA, SEEING, VOCAB
+from tests.support.engine.tiny_models import FAMILIES, HYBRIDS, LLAMA, VOCAB
 from tests.support.machine.ports import free_port
 from tests.support.parameters.slow_but import slow_but
 from tests.support.pooling.pooled_rows import pool_rows
@@ -70,7 +70,6 @@ THREE_HEADS = LLAMA | {
 }
 MODELS = (
     FAMILIES
-    | SEEING
     | HYBRIDS
     | {
         "one K head": ("Llama", LLAMA | {"num_key_value_heads": 1, "vocab_size": VOCAB + 1}),
