@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engine.fake_flashinfer import kernels, latents
+from tests.support.engine import fake_flashinfer as fake
 
 pytestmark = pytest.mark.gpu
 real = pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
@@ -16,26 +16,26 @@ Paged = real.BatchPrefillWithPagedKVCacheWrapper
 Decode = real.BatchDecodeWithPagedKVCacheWrapper
 Latent = mla.BatchMLAPagedAttentionWrapper
 FUNCTIONS = {
-    "xqa": (kernels.xqa, real.xqa),
-    "csr": (latents.MLAPlanMetadata.csr, mla.MLAPlanMetadata.csr),
+    "xqa": (fake.xqa, real.xqa),
+    "csr": (fake.MLAPlanMetadata.csr, mla.MLAPlanMetadata.csr),
 }
 CLASSES = {
-    "prefill": (kernels.BatchPrefillWithPagedKVCacheWrapper, Paged),
-    "decode": (kernels.BatchDecodeWithPagedKVCacheWrapper, Decode),
-    "latents": (latents.BatchMLAPagedAttentionWrapper, Latent),
+    "prefill": (fake.BatchPrefillWithPagedKVCacheWrapper, Paged),
+    "decode": (fake.BatchDecodeWithPagedKVCacheWrapper, Decode),
+    "latents": (fake.BatchMLAPagedAttentionWrapper, Latent),
 }
 METHODS = {
-    f"{name}.{method}": (getattr(fake, method), getattr(true, method))
-    for name, (fake, true) in CLASSES.items()
+    f"{name}.{method}": (getattr(own, method), getattr(true, method))
+    for name, (own, true) in CLASSES.items()
     for method in ("__init__", "plan", "run", "reset_workspace_buffer")
-    if hasattr(fake, method)
+    if hasattr(own, method)
 }
 METHODS["decode.plan"] = (METHODS["decode.plan"][0], Decode._plan_impl)  # `plan` passes names on unseen
 
 
-@pytest.mark.parametrize(("fake", "true"), (FUNCTIONS | METHODS).values(), ids=FUNCTIONS | METHODS)
-def test_names_and_places_are_those_of_flashinfer(fake: Callable[..., Any], true: Callable[..., Any]) -> None:
-    given, taken = (inspect.signature(function).parameters for function in (fake, true))
+@pytest.mark.parametrize(("own", "true"), (FUNCTIONS | METHODS).values(), ids=FUNCTIONS | METHODS)
+def test_names_and_places_are_those_of_flashinfer(own: Callable[..., Any], true: Callable[..., Any]) -> None:
+    given, taken = (inspect.signature(function).parameters for function in (own, true))
     assert set(given) <= set(taken)
     places = [name for name, one in given.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
     assert places == list(taken)[: len(places)]

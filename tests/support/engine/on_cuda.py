@@ -25,7 +25,7 @@ from gpu_worker.engine.model import load, passes, warmup
 from gpu_worker.engine.model.quantized_linears import quantise_linears
 from gpu_worker.engine.quantization.blocks import FindBlocks
 from tests.support.engine import fake_products
-from tests.support.engine.fake_flashinfer.install import install
+from tests.support.engine.fake_flashinfer import install
 from tests.support.engine.tiny_models import FAMILIES, LLAMA
 
 install()

@@ -14,7 +14,7 @@ from gpu_worker.engine.cpu import native
 from gpu_worker.engine.cuda.linear import fuse_linears
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import load, passes, warmup
-from tests.support.engine.fake_flashinfer.install import install
+from tests.support.engine.fake_flashinfer import install
 from tests.support.engine.on_cuda import HOPPER, again
 from tests.support.engine.tiny_engine import engine_of
 

@@ -21,13 +21,12 @@ from gpu_worker.engine.attention.flashinfer_support import (
     workspace_bytes,
 )
 from gpu_worker.engine.attention.sdpa import SdpaBackend
+from tests.support.engine import fake_flashinfer
 from tests.support.engine.attention_pair import Pair, parts_of
-from tests.support.engine.fake_flashinfer import kernels
-from tests.support.engine.fake_flashinfer.install import install
 from tests.support.engine.row_steps import BLOCKS, CPU
 from tests.support.parameters.slow_but import slow_but
 
-if not install():
+if not fake_flashinfer.install():
     pytest.skip("where there is a GPU, the tests marked gpu try the real parts", allow_module_level=True)
 from gpu_worker.engine.attention import flashinfer
 from gpu_worker.engine.attention.flashinfer import FlashInferBackend
@@ -76,7 +75,7 @@ def test_split_rows_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def note(*given: Any, sm_count: int, **rest: Any) -> None:
         told.append(sm_count)
-        kernels.xqa(*given, sm_count=sm_count, **rest)
+        fake_flashinfer.xqa(*given, sm_count=sm_count, **rest)
 
     monkeypatch.setattr("gpu_worker.engine.attention.flashinfer.xqa", note)
     specs = [AttentionSpec(2, 3, window, 0.2) for window in (None, 20)]

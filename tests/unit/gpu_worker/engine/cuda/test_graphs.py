@@ -20,7 +20,7 @@ from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model.warmup import max_captured_tokens
 from tests.support.engine import on_cuda, tiny_models
 from tests.support.engine.batch_player import player
-from tests.support.engine.fake_flashinfer.install import install
+from tests.support.engine.fake_flashinfer import install
 from tests.support.engine.on_cuda import noted
 from tests.support.engine.tiny_engine import NEW_TOKENS, answers, check_ids, engine_of, play, prompts
 from tests.support.engine.tiny_models import FAMILIES
