@@ -221,10 +221,9 @@ def sharing_request(
     name: str, prompt: list[int], max_new_tokens: int, entry: int = 0, **fields: Any
 ) -> Sequence:
     """A request that may share blocks with others."""
-    ids = pack_ids(prompt)
-    shared = {"prompt_ids": ids, "block_hashes": extend_hashes(root_hash(""), ids)}
-    made = request(name, 0, max_new_tokens, entry, **fields)
-    return Sequence(replace(made.request, **shared), made.entry_id, made.deadline_ms)
+    ids, made = pack_ids(prompt), request(name, 0, max_new_tokens, entry, **fields)
+    asked = replace(made.request, prompt_ids=ids, block_hashes=extend_hashes(root_hash(""), ids))
+    return Sequence(asked, made.entry_id, made.deadline_ms)
 
 
 def make_replica(num_blocks: int = 10, max_batch_size: int = 4) -> Replica:

@@ -6,10 +6,9 @@ a worker that joins.
 from collections import deque
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batcher.scheduling.placement import may_stand_by, rows_in_the_way
 from batcher.scheduling.plan_builder import PendingPlan
 from batcher.scheduling.replica import WorkerLimits
 from batcher.scheduling.scheduler import CALLERS_MS, Scheduler
@@ -19,7 +18,8 @@ from common.messages.records import pack_ids, unpack_ids
 from common.messages.request import SERVICE_CLASSES, BeamParams
 from tests.support.fleet.simulated_pool import Pool, ends_at, generated_id, request, sharing_request
 
-LIMITS = WorkerLimits(max_batch_size=16)
+PLACES = 16
+LIMITS = WorkerLimits(max_batch_size=PLACES)
 
 
 class LateBroker(Pool):
@@ -186,9 +186,6 @@ def test_a_report_in_which_two_rows_own_a_block_is_refused() -> None:
 
 # --- turn ---------------------------------------------------------------------------------------------------
 
-PLACES = 16
-FEW_PLACES = WorkerLimits(max_batch_size=PLACES)
-
 
 def of_class(name: str, class_index: int, num_prompt: int = 8, new: int = 400, entry: int = 0) -> Sequence:
     gateway, class_name = "" if class_index == 2 else "g", SERVICE_CLASSES[class_index]
@@ -197,18 +194,19 @@ def of_class(name: str, class_index: int, num_prompt: int = 8, new: int = 400, e
 
 def batch_pool(class_index: int = 2, num_blocks: int = 2000, turns: int = 8) -> Pool:
     """A full worker whose rows have progressed, and as many requests that wait."""
-    pool = Pool(1, num_blocks, seed=1, limits=FEW_PLACES, eos_chance=0, shares=False)
+    pool = Pool(1, num_blocks, seed=1, limits=LIMITS, eos_chance=0, shares=False)
     pool.add(*(of_class(f"b{i}", class_index, entry=i) for i in range(2 * PLACES)))
     for _ in range(turns):
         pool.turn()
     return pool
 
 
-def test_an_urgent_request_takes_the_place_of_a_batch_row_at_the_same_step_boundary() -> None:
+def test_urgent_requests_take_the_places_of_all_batch_rows_at_the_same_step_boundary() -> None:
     pool = batch_pool()
     worker = pool.workers["w0"]
-    for name, class_index in (("u", 0), ("s", 1)):
-        pool.add(of_class(name, class_index, entry=100))
+    for number in range(PLACES):
+        name = f"u{number}"
+        pool.add(of_class(name, number % 2, entry=100 + number))
         before = worker.rows.step
         pool.decide()
         worker.run()
@@ -216,7 +214,7 @@ def test_an_urgent_request_takes_the_place_of_a_batch_row_at_the_same_step_bound
         worker.release()
         pool.scheduler.apply_report("w0", worker.take_report())
     pool.run()
-    assert len(pool.finished) == 2 * PLACES + 2
+    assert len(pool.finished) == 3 * PLACES
     pool.check_blocks_returned()
 
 
@@ -238,7 +236,7 @@ def test_a_batch_row_whose_class_has_waited_stays() -> None:
     pool.add(of_class("u", 0, entry=100))
     pool.decide()
     assert not any(row.stopping for row in pool.scheduler.replicas["w0"].running)
-    flooded = Pool(1, 2000, seed=1, limits=FEW_PLACES, eos_chance=0, shares=False)
+    flooded = Pool(1, 2000, seed=1, limits=LIMITS, eos_chance=0, shares=False)
     flooded.add(
         *(of_class(f"u{i}", 0, entry=i) for i in range(60)),
         *(of_class(f"b{i}", 2, entry=100 + i) for i in range(4)),
@@ -280,62 +278,6 @@ def test_batch_rows_give_their_blocks_one_after_the_other() -> None:
     assert num_stopped and replica.num_running > 1
     pool.run()
     pool.check_blocks_returned()
-
-
-@settings(max_examples=40, phases=[Phase.generate])
-@given(
-    num_workers=st.integers(1, 3),
-    num_blocks=st.integers(40, 200),
-    sizes=st.lists(
-        st.tuples(st.integers(1, 60), st.integers(1, 120), st.integers(0, 2)), min_size=20, max_size=70
-    ),
-    actions=st.lists(
-        st.sampled_from(["kill", "succeed", "drain", "cancel", "none", "none"]), min_size=5, max_size=25
-    ),
-    seed=st.integers(0, 10**6),
-    shares=st.booleans(),
-)
-def test_every_request_ends_once_and_no_urgent_one_waits_beside_batch_rows_that_may_go(
-    num_workers: int,
-    num_blocks: int,
-    sizes: list[tuple[int, int, int]],
-    actions: list[str],
-    seed: int,
-    shares: bool,
-) -> None:
-    pool = Pool(num_workers, num_blocks, seed, FEW_PLACES, shares=shares)
-    sequences = []
-    for i, (num_prompt, new, class_index) in enumerate(sizes):
-        sequence = sharing_request(f"r{i}", [i % 3] * num_prompt, new, i)
-        sequence.class_index = class_index
-        sequences.append(sequence)
-    for action, some in zip(actions, range(0, len(sequences), 6), strict=False):
-        pool.add(*sequences[some : some + 6])
-        pool.disturb(action, len(sizes))
-        pool.turn()
-        pool.decide()
-        check_urgent(pool)
-    pool.add(
-        *(one for one in sequences if one.request_id not in pool.scheduler.sequences and not ended(pool, one))
-    )
-    pool.run()
-    names = pool.finished + [name for name, _ in pool.to_finish]
-    assert sorted(names) == sorted(f"r{i}" for i in range(len(sizes)))
-    pool.check_blocks_returned()
-
-
-def ended(pool: Pool, sequence: Sequence) -> bool:
-    return sequence.request_id in {*pool.finished, *(name for name, _ in pool.to_finish)}
-
-
-def check_urgent(pool: Pool) -> None:
-    """The first of the most urgent class, if it may stand by, finds no blocks where batch rows may stop."""
-    sequence = pool.scheduler.queue.classes[0].first()
-    if sequence is None or not may_stand_by(sequence) or not sequence.refused_at:
-        return  # there is none, or it has come back behind the last decision
-    for replica in pool.scheduler.workers.placement.with_batch:
-        count, victims = rows_in_the_way(replica)
-        assert count > len(victims) or not replica.has_room(sequence), sequence.request_id
 
 
 # --- turn callers -------------------------------------------------------------------------------------------
