@@ -1,7 +1,7 @@
 """Prints the agent's CPU time per token, and its latency: `python -m benchmarks.agent [--runs 3]`.
 
 The whole agent runs (text, stop strings, both logs, events) between a real broker and an engine without a
-model (tests/support/engine/echo_engine.py), in two modes. In the first, the engine sends steps as fast as the
+model (echo_engine.py), in two modes. In the first, the engine sends steps as fast as the
 agent reads them, and a flush publishes several. In the second, it sends a step once the last one is
 published, and each has a flush of its own. CPU time is this process's, without broker and engine. Latency is
 that of the second mode: from the engine's frame to the gateway's event. All figures are medians of runs.
@@ -29,6 +29,7 @@ import uvloop
 from redis.asyncio import Redis
 from tokenizers import Tokenizer
 
+from benchmarks.callgrind import VARIABLES, InstructionMeter, require_valgrind, under_callgrind
 from common import model_files
 from common.broker.client import connect
 from common.broker.keys import Keys
@@ -42,7 +43,6 @@ from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.engine_client import EngineClient, EngineDied, RankProcess
 from gpu_worker.agent.state import AgentState
 from tests.support import brokers
-from tests.support.machine.callgrind import VARIABLES, InstructionMeter, require_valgrind, under_callgrind
 from tests.support.waiting import wait_until
 
 TEXT = (Path(__file__).parent.parent / "LICENSE").read_text()  # the same for any two commits
@@ -127,7 +127,7 @@ async def start_engine(url: str, num_steps: int, waits: bool) -> RankProcess:
     ours, engines = socket.socketpair()
     with engines:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tests.support.engine.echo_engine", str(engines.fileno()), url, CHANNEL),
+            *(sys.executable, "-m", "benchmarks.echo_engine", str(engines.fileno()), url, CHANNEL),
             *(str(num_steps), str(int(waits))),
             pass_fds=[engines.fileno()],
             stdout=asyncio.subprocess.PIPE,

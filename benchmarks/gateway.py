@@ -29,12 +29,12 @@ import httpx
 import psutil
 import uvloop
 
+from benchmarks.callgrind import VARIABLES, InstructionMeter, require_valgrind, under_callgrind
 from benchmarks.client import Stream, stream
 from benchmarks.serve import prompt
 from deploy.launcher.embedded_broker import Broker
 from tests.support import brokers
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
-from tests.support.machine.callgrind import VARIABLES, InstructionMeter, require_valgrind, under_callgrind
 from tests.support.machine.ports import free_port
 from tests.support.tokenizer import model_tokenizer
 from tests.support.waiting import wait_until
