@@ -400,13 +400,12 @@ class Pool:
 STEP_MS = 2.0
 
 
-class LatePool:
-    """Three times as many requests as places, so that others wait. A tick is the time of a step.
+class LatePool(Pool):
+    """A worker with thrice as many requests as places, so that others wait. A tick is the time of a step.
 
     Attributes:
         late: ticks that a plan or a report takes.
         taken: places that rows had, by tick.
-        granted: steps that were granted and not made when a plan came, of each plan.
     """
 
     def __init__(
@@ -417,15 +416,13 @@ class LatePool:
         eos_chance: float = 1 / 128,
         standby: bool = True,
     ) -> None:
-        self.late = late
-        self.pool = Pool(1, num_blocks, 1, limits, eos_chance, shares=False, standby=standby)
-        self.worker = self.pool.workers["w0"]
-        self.replica = self.pool.scheduler.replicas["w0"]
+        super().__init__(1, num_blocks, 1, limits, eos_chance, shares=False, standby=standby)
+        self.late, self.num_places = late, limits.max_batch_size
+        self.worker, self.replica = self.workers["w0"], self.scheduler.replicas["w0"]
         self.numbers = count()
         self.plans: deque[tuple[int, Plan]] = deque()
         self.reports: deque[tuple[int, Report]] = deque()
         self.taken: list[int] = []
-        self.granted: list[int] = []
         self.due_tick = -1
         self.reported_step = 0
         self.num_steps = 0
@@ -434,14 +431,13 @@ class LatePool:
     def tick(self) -> int:
         return len(self.taken)
 
-    @property
-    def num_places(self) -> int:
-        return self.pool.scheduler.limits.max_batch_size
-
-    def run(self, ticks: int) -> Counter[int]:
+    def run_ticks(self, ticks: int) -> Counter[int]:
         """Run some ticks. Returns in how many of them each number of places was taken."""
         before = self.tick
         for _ in range(ticks):
+            while len(self.scheduler.sequences) < 3 * self.num_places:
+                number = next(self.numbers)
+                self.add(request(f"r{number}", 8, 1000, number))
             self.decide()
             self.deliver_plans()
             ran = self.worker.run()
@@ -450,20 +446,11 @@ class LatePool:
             self.taken.append(min(self.num_places, len(self.worker.live)) * ran)
             self.send_report()
             while self.reports and self.reports[0][0] <= self.tick:
-                self.pool.scheduler.apply_report("w0", self.reports.popleft()[1])
+                self.scheduler.apply_report("w0", self.reports.popleft()[1])
         return Counter(self.taken[before:])
 
-    def decide(self) -> None:
-        scheduler = self.pool.scheduler
-        while len(scheduler.sequences) < 3 * self.num_places:
-            number = next(self.numbers)
-            self.pool.add(request(f"r{number}", 8, 1000, number))
-        self.plans += [(self.tick + self.late, pending.plan) for pending in scheduler.plans()]
-        outcomes = scheduler.pop_outcomes()
-        for sequence in outcomes.finished:
-            scheduler.forget(sequence)
-        for sequence in outcomes.interrupted:
-            self.pool.resume(sequence)
+    def publish(self, pending: PendingPlan) -> None:
+        self.plans.append((self.tick + self.late, pending.plan))
 
     def deliver_plans(self) -> None:
         while self.plans and self.plans[0][0] <= self.tick:
@@ -472,11 +459,9 @@ class LatePool:
                 self.worker.round_trips.append((self.tick - self.due_tick) * STEP_MS)
                 self.due_tick = -1
             self.worker.apply_plan(plan)
-            self.granted.append(self.worker.rows.grant.until - self.worker.rows.step)
 
     def send_report(self) -> None:
-        worker = self.worker
-        step = worker.rows.step
+        worker, step = self.worker, self.worker.rows.step
         is_due = step >= worker.rows.grant.report_at > self.reported_step
         if is_due and self.due_tick < 0:
             self.due_tick = self.tick

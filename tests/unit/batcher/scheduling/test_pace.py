@@ -36,8 +36,8 @@ def test_a_late_round_trip_counts_until_many_have_been_shorter() -> None:
 @pytest.mark.parametrize("late", [0, 20, 50])
 def test_the_engine_is_never_idle_however_late_plans_and_reports_are(late: int) -> None:
     pool = LatePool(late, WorkerLimits(max_batch_size=16), num_blocks=8192)
-    pool.run(500)
-    assert 0 not in pool.run(500)
+    pool.run_ticks(500)
+    assert 0 not in pool.run_ticks(500)
 
 
 @settings(max_examples=15)
@@ -48,7 +48,7 @@ def test_blocks_granted_ahead_stay_within_an_eighth_of_the_cache(
     limits = WorkerLimits(max_batch_size=16)
     pool = LatePool(late, limits, num_blocks, eos_chance)
     for _ in range(100):
-        pool.run(2)
+        pool.run_ticks(2)
         replica = pool.replica
         rows = max(1, replica.num_running)
         assert replica.horizon <= max(LEAST_HORIZON, 16 * num_blocks // CACHE_PARTS // rows)
@@ -58,11 +58,11 @@ def test_blocks_granted_ahead_stay_within_an_eighth_of_the_cache(
 def test_a_cancel_stops_a_row_as_soon_as_its_plan_is_there_however_much_is_granted() -> None:
     late = 40
     pool = LatePool(late, WorkerLimits(max_batch_size=16), num_blocks=8192, eos_chance=0)
-    pool.run(600)
+    pool.run_ticks(600)
     assert pool.replica.horizon > 4 * late
     number, row = next(iter(pool.worker.live.items()))
-    pool.pool.scheduler.cancel(row.request.request_id, "client")
-    pool.run(late + 1)
+    pool.scheduler.cancel(row.request.request_id, "client")
+    pool.run_ticks(late + 1)
     assert number not in pool.worker.live
 
 

@@ -374,8 +374,8 @@ def test_places_stay_taken_though_plans_and_reports_are_late(places: int, late: 
     busy = {}
     for standby in (True, False):
         pool = LatePool(late, WorkerLimits(max_batch_size=places), eos_chance=1 / 128, standby=standby)
-        pool.run(300)
-        busy[standby] = sum(taken * ticks for taken, ticks in pool.run(500).items()) / 500 / places
+        pool.run_ticks(300)
+        busy[standby] = sum(taken * ticks for taken, ticks in pool.run_ticks(500).items()) / 500 / places
     assert busy[True] > 0.97 > busy[False]
 
 
