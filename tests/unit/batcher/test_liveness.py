@@ -5,7 +5,6 @@ Lease: one holder at a time, epochs that rise, and a batcher that leaves when no
 
 import asyncio
 import time
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,8 +31,8 @@ from common.broker.heartbeat import Heartbeat
 from common.broker.lua import Reply, ScriptCall
 from common.broker.pool_client import PoolClient
 from common.messages.plan import Report
-from tests.support.broker_state import KEYS, make_request, send_heartbeat, start_worker
-from tests.support.fleet.simulated_pool import make_replica
+from tests.support.broker_state import KEYS, send_heartbeat, start_worker
+from tests.support.fleet.simulated_pool import make_replica, request
 from tests.support.machine.clock import Clock
 
 # --- failure detector ---------------------------------------------------------------------------------------
@@ -147,11 +146,6 @@ def test_a_debt_lasts_while_nothing_new_is_heard_of_it() -> None:
 # --- housekeeping -------------------------------------------------------------------------------------------
 
 
-def sequence(request_id: str, gateway: str, goes_on_ms: int) -> Sequence:
-    request = replace(make_request(request_id), gateway=gateway, goes_on_ms=goes_on_ms)
-    return Sequence(request, "1-0", 10**15)
-
-
 async def find(tracker: OrphanTracker, sequences: list[Sequence]) -> list[str]:
     live = {sequence.request_id: sequence for sequence in sequences}
     return await tracker.orphans(live, {sequence.request.gateway for sequence in sequences})
@@ -160,7 +154,7 @@ async def find(tracker: OrphanTracker, sequences: list[Sequence]) -> list[str]:
 async def test_a_request_whose_client_came_back_has_another_gateway(redis: Redis) -> None:
     """Redis says so; that gateway's own death gives it its grace anew."""
     tracker = OrphanTracker(PoolClient(redis, KEYS))
-    sequences = [sequence("r1", "g0", 30_000), sequence("r2", "g0", 30_000)]
+    sequences = [request(name, 4, 20, gateway="g0", goes_on_ms=30_000) for name in ("r1", "r2")]
     await redis.hset(KEYS.request("r1"), "gateway", "g1")  # type: ignore[misc]
     await redis.hset(KEYS.request("r2"), "gateway", "g0")  # type: ignore[misc]
     await redis.set(KEYS.gateway("g1"), 1)
@@ -175,7 +169,7 @@ async def test_a_request_whose_client_came_back_has_another_gateway(redis: Redis
 
 async def test_a_gateway_that_returns_has_its_whole_grace_again(redis: Redis) -> None:
     tracker = OrphanTracker(PoolClient(redis, KEYS))
-    sequences = [sequence("r1", "g0", 600_000)]
+    sequences = [request("r1", 4, 20, gateway="g0", goes_on_ms=600_000)]
     await find(tracker, sequences)
     tracker.absent.since_s["g0"] -= 400
     await redis.set(KEYS.gateway("g0"), 1)

@@ -37,8 +37,7 @@ from common.broker.pool_client import PoolClient
 from common.messages.codec import decode, encode
 from common.messages.events import Timeline, TimelineEvent
 from common.messages.plan import Plan, Report, WorkerCapacity, WorkerDied
-from common.messages.records import RECORD, pack_ids, unpack_records
-from common.messages.request import Generate, StoppingParams
+from common.messages.records import RECORD, unpack_records
 from common.metrics import catalogue
 from common.settings.settings import Settings
 from common.tracing import TraceSpan, ids_of, span_name
@@ -501,12 +500,6 @@ def test_a_deadline_counts_from_what_the_pool_s_clock_showed(
 CLOCK_MS = 1_000_000
 
 
-def sequence(name: str = "r1", entry_ms: int = CLOCK_MS) -> Sequence:
-    return Sequence(
-        Generate(name, "d", pack_ids([1, 2, 3]), StoppingParams(50)), f"{entry_ms}-0", CLOCK_MS + 60_000
-    )
-
-
 def replica() -> Replica:
     return Replica(WorkerCapacity("w0-1", "w0", "m", "float32", 16, 100, 64, 2048), WorkerLimits())
 
@@ -519,7 +512,7 @@ WHAT_HAPPENED = ("what", "worker", "attempt", "num_tokens", "why")
 
 
 async def test_a_timeline_from_queue_to_end(redis: Redis) -> None:
-    writer, one, worker = make_writer(redis), sequence(), replica()
+    writer, one, worker = make_writer(redis), request("r1", 3, 50), replica()
     writer.record_queued(one)
     row = worker.start(one)
     writer.record_plan(PendingPlan(worker, Plan(1, 2, 32, 64), [row]))
@@ -571,6 +564,7 @@ async def test_reading_goes_back_as_far_as_needed_and_skips_undecodable_fields(r
 # --- traces -------------------------------------------------------------------------------------------------
 
 PARENT = span_name("ab" * 16, "cd" * 8)
+TRACED = request("r1", 3, 50, traceparent=PARENT)
 
 
 class Collector:
@@ -586,10 +580,6 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Collector:
     collector = Collector()
     monkeypatch.setattr(tracing, "exporter", collector)
     return collector
-
-
-def traced_request() -> Generate:
-    return Generate("r1", "d", pack_ids([1, 2, 3]), StoppingParams(50), traceparent=PARENT)
 
 
 def shown(spans: list[TraceSpan]) -> list[tuple[str, int, int, str]]:
@@ -608,7 +598,7 @@ UNSEEN = TimelineEvent(95, "ended")
 
 
 def test_a_death_is_two_attempts_and_one_decode() -> None:
-    spans = spans_of(traced_request(), [QUEUED, PLACED, FIRST, DIED, PLACED_AGAIN, GOES_ON, END], UNSEEN)
+    spans = spans_of(TRACED.request, [QUEUED, PLACED, FIRST, DIED, PLACED_AGAIN, GOES_ON, END], UNSEEN)
     assert shown(spans) == [
         ("queued", 0, 10, ""),
         ("queued", 50, 60, ""),
@@ -629,7 +619,7 @@ def test_a_death_is_two_attempts_and_one_decode() -> None:
 
 def test_what_was_never_written_follows_from_what_came_next() -> None:
     """A batcher may die before it writes its last events; the end may have no event at all."""
-    spans = spans_of(traced_request(), [QUEUED, FIRST], TimelineEvent(80, "ended"))
+    spans = spans_of(TRACED.request, [QUEUED, FIRST], TimelineEvent(80, "ended"))
     assert shown(spans) == [
         ("queued", 0, 20, ""),
         ("infer", 20, 80, ""),
@@ -641,8 +631,7 @@ def test_what_was_never_written_follows_from_what_came_next() -> None:
 async def test_a_new_batcher_exports_what_its_predecessor_recorded(
     redis: Redis, collector: Collector
 ) -> None:
-    one = sequence()
-    one.request = traced_request()
+    one = request("r1", 3, 50, traceparent=PARENT)
     former, later = (TimelineWriter(PoolClient(redis, KEYS), lambda: CLOCK_MS) for _ in range(2))
     former.record_queued(one)
     one.attempt = 1
