@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -50,7 +49,7 @@ from tests.support.broker_state import (
 )
 from tests.support.brokers import restorable
 from tests.support.chaos.engine import generate
-from tests.support.fleet.batchers import active_batcher, batcher
+from tests.support.fleet.batchers import batcher
 from tests.support.fleet.gateways import GatewayProcesses
 from tests.support.fleet.modeless_worker import ModelessEngine, modeless_worker
 from tests.support.forks.command import tokenfleet
@@ -252,17 +251,6 @@ async def test_the_log_of_an_unreadable_worker_is_kept_and_its_end_is_no_crash(
     assert await crash_counts(redis) == [b"0", b"0"]
 
 
-async def test_a_death_counts_once_however_often_batchers_die_over_it(broker: Broker, redis: Redis) -> None:
-    await leave_log(redis)
-    await seal(redis, "w1")
-    for name in ("b0", "b1"):
-        with batcher(broker.url, name) as process:
-            await wait_until(lambda: is_removed(redis))
-            process.terminate()
-            process.wait()
-    assert await crash_counts(redis) == [b"0", b"1"]
-
-
 async def test_three_deaths_without_a_token_fail_a_request_though_no_batcher_lived_through_two(
     broker: Broker, redis: Redis
 ) -> None:
@@ -380,66 +368,6 @@ async def test_a_row_that_stands_by_goes_on_elsewhere_when_its_worker_dies(
             assert max(await states(redis, "crash_count")) <= 1
             await wait_until(lambda: not w1.rows.rows)
         assert w1.most_rows == PLACES
-
-
-NUM_ROWS = 12
-NUM_BATCHERS = 5
-"""Number of batchers, one more than the test needs: one that gets no core for two seconds loses its lease."""
-SHORT_GRANTS = {"HORIZON": "32"}
-"""Even on a slow machine, forty more tokens need a batcher."""
-
-
-def make_prompt(number: int) -> list[int]:
-    return random.Random(number).sample(range(300, 30_000), 5 + 3 * number)
-
-
-@pytest.mark.slow
-async def test_rows_stay_in_place_when_batchers_are_killed_suspended_and_drained(
-    broker: Broker, redis: Redis
-) -> None:
-    expected = [generate(make_prompt(n), MANY_TOKENS) for n in range(NUM_ROWS)]
-    async with modeless_worker(broker.url, "w0") as one, modeless_worker(broker.url, "w1") as other:
-
-        async def progress(count: int) -> None:
-            """Wait until both have done so many steps more."""
-            ends = [(worker, worker.rows.step + count) for worker in (one, other)]
-            await wait_until(lambda: all(worker.rows.step >= end for worker, end in ends))
-
-        with contextlib.ExitStack() as stack:
-            names = [f"b{i}" for i in range(NUM_BATCHERS)]
-            processes = {
-                name: stack.enter_context(batcher(broker.url, name, **SHORT_GRANTS)) for name in names
-            }
-            for number in range(NUM_ROWS):
-                await queue(redis, f"r{number}", make_prompt(number), MANY_TOKENS)
-            await progress(10)
-            killed = await active_batcher(redis)
-            processes[killed].kill()
-            suspended = await active_batcher(redis, killed)
-            await progress(40)
-            processes[suspended].send_signal(signal.SIGSTOP)
-            last = await active_batcher(redis, killed, suspended)
-            await progress(40)
-            processes[suspended].send_signal(signal.SIGCONT)
-            await wait_until(lambda: processes[suspended].poll() is not None)
-            assert processes[suspended].returncode == 1, "its lease is lost"
-            await terminate(processes[last])
-            assert [await result_ids(redis, f"r{n}") for n in range(NUM_ROWS)] == expected
-            attempts = {await redis.hget(KEYS.request(f"r{n}"), "attempt") for n in range(NUM_ROWS)}  # type: ignore[misc]
-            assert attempts == {b"1"}, "no request went elsewhere"
-            await wait_until(lambda: not one.rows.rows and not other.rows.rows)
-            await wait_until(lambda: no_blocks_in_use(redis))
-    assert one.num_starts + other.num_starts == NUM_ROWS
-
-
-async def terminate(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    await wait_until(lambda: process.poll() is not None)
-
-
-async def no_blocks_in_use(redis: Redis) -> bool:
-    counts: list[bytes | None] = await redis.hmget(KEYS.state, ["blocks", "rows", "requests"])  # type: ignore[misc]
-    return counts == [b"0", b"0", b"0"]
 
 
 Draining = asyncio.Task[subprocess.CompletedProcess[bytes]]
@@ -581,7 +509,7 @@ async def test_a_standby_without_a_newer_heartbeat_does_not_count(broker: Broker
     await draining.send(state="draining", streams=1)
     patient = {"WORKER_TTL_S": "600"}
     with batcher(broker.url, "b0", **patient) as b0:
-        assert await active_batcher(redis) == "b0"
+        await wait_until(lambda: redis.exists(KEYS.batcher))
         with batcher(broker.url, "b1", **patient) as b1:
             await wait_until(lambda: has_beaten(pool, "b1", {}))
             b1.send_signal(signal.SIGSTOP)

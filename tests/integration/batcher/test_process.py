@@ -3,6 +3,7 @@ long or the broker's clock jumps. For that a small C library, preloaded, adds an
 says, which is read from a file in memory. Monotonic time is not touched.
 """
 
+import asyncio
 import contextlib
 import os
 import shutil
@@ -12,6 +13,7 @@ import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import pytest
@@ -31,7 +33,7 @@ from tests.support.broker.listening import listening
 from tests.support.broker_state import queue
 from tests.support.fleet.batchers import CHANNEL, admit, batcher, ended, waiting
 from tests.support.fleet.modeless_worker import modeless_worker
-from tests.support.waiting import wait_for, wait_until, wait_until_sync
+from tests.support.waiting import PATIENCE_S, wait_for, wait_until, wait_until_sync
 
 SOURCE = r"""
 #define _GNU_SOURCE
@@ -148,55 +150,62 @@ async def test_requests_of_a_dead_gateway_are_cancelled_after_their_grace(
         assert not await redis.hexists(KEYS.request("r2"), "terminal")  # type: ignore[misc]
 
 
-async def test_an_undecodable_entry_is_counted_answered_and_removed(broker: Broker, redis: Redis) -> None:
+async def test_what_cannot_be_read_is_counted_and_removed_and_requests_are_answered(
+    broker: Broker, redis: Redis
+) -> None:
     payloads = (
         msgpack.packb({"v": 1, "id": "r1", "dg": "d"}),
         msgpack.packb({"v": 99, "id": "r2"}),
         encode(Generate("r3", "d", b"\0\0\0", StoppingParams(5))),
         encode(Generate("r4", "d", b"\0\0\0\0", StoppingParams(0))),
     )
-    with batcher(broker.url):
+    garbage: list[Any] = [
+        {"generate": b"\xc1"},
+        {"cancel": b""},
+        {"x": "y"},
+        {b"\xff": b"\xff"},
+        {"died": msgpack.packb({"v": 1, "i": 5})},
+    ]
+    with batcher(broker.url) as process:
         for number, payload in enumerate(payloads, 1):
             await admit(redis, f"r{number}", payload)
             assert (await ended(redis, f"r{number}")).error
             await wait_until(lambda: settled(redis))
             await wait_for(lambda: redis.hget(KEYS.state, "undecodable"), str(number).encode())
-
-
-async def test_garbage_in_its_streams_does_not_end_the_batcher(broker: Broker, redis: Redis) -> None:
-    with batcher(broker.url) as process:
-        await wait_until(lambda: redis.exists(KEYS.state))
         for stream in (KEYS.requests, KEYS.control):
-            for fields in (
-                {"generate": b"\xc1"},
-                {"cancel": b""},
-                {"x": "y"},
-                {b"\xff": b"\xff"},
-                {"died": msgpack.packb({"v": 1, "i": 5})},
-            ):
-                await redis.xadd(stream, fields)  # type: ignore[arg-type]
-        await wait_until(lambda: redis.hget(KEYS.state, "undecodable"))
+            for fields in garbage:
+                await redis.xadd(stream, fields)
         await wait_for(lambda: redis.xlen(KEYS.requests), 0)
-        await admit(redis, "r1", ttl_ms=1)
-        assert (await ended(redis, "r1")).error_type == "timeout"
+        await admit(redis, "r5", ttl_ms=1)
+        assert (await ended(redis, "r5")).error_type == "timeout"
         assert process.poll() is None
 
 
-async def test_a_standby_takes_over_the_waiting_requests(broker: Broker, redis: Redis) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_standby_takes_over_the_waiting_requests(
+    broker: Broker, redis: Redis, number: signal.Signals
+) -> None:
+    """One that was stopped has lost its lease when it goes on."""
     with batcher(broker.url, "b0") as first:
         await wait_until(lambda: redis.exists(KEYS.state))
         epoch = int(await redis.get(KEYS.epoch))
         with batcher(broker.url, "b1"):
             await admit(redis, "r1", ttl_ms=600_000)
             await wait_until(lambda: waiting(redis, 1))
-            first.kill()
-            first.wait()
+            first.send_signal(number)
+            await wait_until(lambda: begun(redis, epoch + 1))
             await redis.delete(KEYS.state)
-            await wait_until(lambda: redis.exists(KEYS.state))
             await wait_until(lambda: waiting(redis, 1))
-            assert int(await redis.get(KEYS.epoch)) > epoch
+            first.send_signal(signal.SIGCONT)
+            assert await asyncio.to_thread(first.wait, PATIENCE_S) == (
+                -number if number == signal.SIGKILL else 1
+            )
             await cancel_request(PoolClient(redis, KEYS), "r1")
             assert (await ended(redis, "r1")).error_type == "cancelled"
+
+
+async def begun(redis: Redis, epoch: int) -> bool:
+    return int(await redis.get(KEYS.epoch)) >= epoch
 
 
 async def test_without_workers_for_worker_grace_s_clients_get_an_error_and_jobs_wait(

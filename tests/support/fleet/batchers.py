@@ -63,17 +63,6 @@ async def waiting(redis: Redis, count: int) -> bool:
     return int(await redis.hget(KEYS.state, "waiting") or 0) == count  # type: ignore[misc]
 
 
-async def active_batcher(redis: Redis, *former: str) -> str:
-    """Return the name of the active batcher, once a new one is active."""
-
-    async def newest() -> str:
-        name = (await redis.get(KEYS.batcher) or b"").decode().split("-")[0]
-        return "" if name in former else name
-
-    name: str = await wait_until(newest)
-    return name
-
-
 # --- scripted batcher ---------------------------------------------------------------------------------------
 
 SCRIPTED = "b0-1"
