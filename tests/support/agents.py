@@ -54,7 +54,9 @@ def grants(agent: Agent) -> list[Plan]:
     return agent.engine.grants
 
 
-async def start(agent: Agent, row: int = 1, committed: bytes = b"", **fields: Any) -> None:
+async def start(
+    agent: Agent, row: int = 1, committed: bytes = b"", num_cached: int = 0, **fields: Any
+) -> None:
     """Make a plan that starts one admitted request."""
     name = f"r{row}"
     prompt_ids = fields.pop("prompt_ids", pack_ids(PROMPT))
@@ -63,7 +65,8 @@ async def start(agent: Agent, row: int = 1, committed: bytes = b"", **fields: An
     base = len(committed) // RECORD.size
     admitted = {"digest": "d", "worker": "w0-1", "attempt": 1, "base": base}
     await hset(agent.pool.redis, KEYS.request(name), admitted)
-    agent.plans.apply(plan(agent, starts=[NewRow(row, 1, base, committed, pack_ids([1]), request)]))
+    start = NewRow(row, 1, base, committed, pack_ids([1]), request, num_cached)
+    agent.plans.apply(await agent.plans.with_pictures(plan(agent, starts=[start])))
 
 
 def plan(agent: Agent, **fields: Any) -> Plan:
