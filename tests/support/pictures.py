@@ -11,14 +11,13 @@ from typing import Any
 import httpx
 import transformers
 from PIL import Image
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
 
 from api.app import Gateway
 from api.prompts.tokenizer import ModelTokenizer
 from common.messages.request import Generate
 from common.pictures import Size
 from common.settings.settings import Settings
+from tests.support.engine.tiny_tokenizers import SPECIAL, byte_tokenizer
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer, FakeWorker
 
@@ -54,9 +53,6 @@ def showing(
 
 # --- processors ---------------------------------------------------------------------------------------------
 
-SPECIAL = ("<s>", "</s>")
-NEWLINE = "\u010a"
-"""As ByteLevel writes it."""
 TOKENS: dict[str, dict[str, str]] = {
     "idefics3": {"image_token": "<image>"},
     "qwen2_vl": {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
@@ -125,16 +121,6 @@ CHAT_TEMPLATES = {
 {% endif %}""",
 }
 """Shaped as those of the families' checkpoints: the first takes parts only."""
-
-
-def byte_tokenizer() -> Tokenizer:
-    """A tokenizer of bytes; an empty line is one token, as in the families' own ones."""
-    bytes_of = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {text: token_id for token_id, text in enumerate([*SPECIAL, *bytes_of, NEWLINE * 2])}
-    tokenizer = Tokenizer(BPE(vocabulary, [(NEWLINE, NEWLINE)]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
 
 
 def tokenizer_for(family: str) -> Any:

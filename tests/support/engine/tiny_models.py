@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, models
 
 from common import model_files
+from tests.support.engine.tiny_tokenizers import byte_tokenizer
 
 VOCAB = 500
 SIZES = {
@@ -309,11 +310,7 @@ def save_with_tokenizer(folder: Path, config_name: str, sizes: dict[str, Any]) -
 def save_with_bytes(folder: Path, config_name: str, sizes: dict[str, Any]) -> Path:
     """As `save`, with a tokenizer whose tokens are bytes → the folder."""
     save(folder, config_name, sizes)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: place for place, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
 
 

@@ -10,6 +10,21 @@ from tests.support.prompts import PROMPTS
 END = "<end>"
 
 
+SPECIAL = ("<s>", "</s>")
+NEWLINE = "\u010a"
+"""As ByteLevel writes it."""
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A tokenizer of bytes; an empty line is one token, as in the families' own ones."""
+    bytes_of = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {text: token_id for token_id, text in enumerate([*SPECIAL, *bytes_of, NEWLINE * 2])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [(NEWLINE, NEWLINE)]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
 def byte_level(directory: Path) -> None:
     """As Qwen's: it composes characters, and writes marks in one token that is no special one."""
     tokenizer = Tokenizer(models.BPE())
