@@ -63,14 +63,6 @@ def grammar(source: str, **params: Any) -> SamplingParams:
 
 
 HOT = {"temperature": 1.4, "seed": 4, "top_p": 0.95, "frequency_penalty": 0.3}
-EACH_WAY = pytest.mark.parametrize(
-    ("engine", "params"),
-    [
-        pytest.param(False, {}, id="greedy"),
-        pytest.param(True, HOT, id="ahead-hot"),
-    ],
-    indirect=["engine"],
-)
 
 
 @AHEAD
@@ -92,21 +84,6 @@ def test_every_row_satisfies_its_own_grammar_beside_rows_without_one(
     for text in texts[2:]:
         assert len(text) == 6 and text[:2].isdigit() and set(text[3:]) <= set("abcdef")
     assert ids[9] == reference_ids([prompts[0]], 30)[0]
-
-
-@pytest.mark.slow
-@EACH_WAY
-def test_a_resumed_row_gives_the_ids_of_an_undisturbed_one(guided: Player, params: dict[str, Any]) -> None:
-    [prompt] = prompt_ids([PROMPTS[FEW[0]]])
-    sampling = grammar(SHORT, **params)
-    whole = guided.run([guided.start(0, prompt, MAX_TOKENS, sampling=sampling)])[0]
-    bases = (1, len(whole) // 2, len(whole) - 1)
-    starts = [
-        guided.start(row, [*prompt, *whole[:base]], MAX_TOKENS, base, sampling=sampling)
-        for row, base in enumerate(bases, start=1)
-    ]
-    ids = guided.run(starts)
-    assert [ids[start.row] for start in starts] == [whole[base:] for base in bases]
 
 
 def test_a_row_ends_with_its_grammar_whatever_else_it_asks_for(guided: Player, tokenizer: Tokenizer) -> None:
