@@ -11,7 +11,7 @@ from common.messages.plan import Plan
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.loop import FEW_ROWS, MAX_HELD_MS, run_steps
 from gpu_worker.engine.parallel.communicator import Communicator
-from gpu_worker.protocol import SAMPLE, AgentLink, FrameDecoder, PeerClosed, StepResult, encode
+from gpu_worker.protocol import SAMPLE, AgentLink, PeerClosed, StepResult
 
 SHORT_MS = 0.4 * MAX_HELD_MS
 NO_STEP = None
@@ -86,9 +86,3 @@ def test_tokens_do_not_wait_for_a_prompt_or_for_a_step_that_cannot_run() -> None
     assert sizes_of([step(), step(), step(prefilled=[(2, 5)])], plan_before=2) == [2, 1]
     assert sizes_of([step(), NO_STEP]) == [1]
     assert sizes_of([StepResult(1, num_encoded=1)] * 2, rows=0) == [1, 1]
-
-
-def test_frames_that_are_sent_together_are_read_one_by_one() -> None:
-    frames = FrameDecoder()
-    frames.feed(encode(step()) + encode(step(rows=2)))
-    assert [frame.num_samples for frame in frames if isinstance(frame, StepResult)] == [1, 2]

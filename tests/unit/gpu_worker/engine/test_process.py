@@ -3,7 +3,7 @@
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -11,19 +11,11 @@ from typing import Any
 import pytest
 
 from api.grammar.compile import Grammar, compile_unchecked
-from common.messages.plan import NewRow
 from common.messages.request import BeamParams, LogitsParams, SamplingParams
 from gpu_worker.engine import loop, process
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK
-from gpu_worker.protocol import (
-    AgentLink,
-    Frame,
-    FrameDecoder,
-    PeerClosed,
-    StepResult,
-    encode,
-)
+from gpu_worker.protocol import AgentLink, FrameDecoder, PeerClosed, StepResult, encode
 from tests.support.engine.reference import prompt_ids
 from tests.support.engine.row_steps import plan, start_row
 from tests.support.prompts import FEW, PROMPTS
@@ -39,26 +31,12 @@ class Agent:
     engine: Engine
     channel: socket.socket
     frames: FrameDecoder = field(default_factory=FrameDecoder)
-    number: int = 0
 
-    def send(self, frame: Frame) -> None:
-        self.channel.sendall(encode(frame))
-
-    def start_one(self, start: NewRow) -> None:
-        self.send(plan(self.engine.rows.step + 1000, 1000, [start]))
-        self.wait_for([start.row])
-
-    def start(self, *sources: str) -> list[int]:
-        """Start rows of one token, one for each grammar → their numbers."""
+    def start(self, **params: Any) -> None:
+        """Start a row of a few tokens."""
         [prompt] = prompt_ids([PROMPTS[FEW[0]]])
-        numbers = [self.number + place for place in range(1, 1 + len(sources))]
-        self.number = numbers[-1]
-        starts = [
-            start_row(number, prompt, 1, blocks=blocks(number), sampling=SamplingParams(grammar=source))
-            for number, source in zip(numbers, sources, strict=True)
-        ]
-        self.send(plan(self.engine.rows.step + 1000, 1000, starts))
-        return numbers
+        start = start_row(1, prompt, 3, blocks=range(1, 9), **params)
+        self.channel.sendall(encode(plan(self.engine.rows.step + 1000, 1000, [start])))
 
     def result(self) -> StepResult:
         while (frame := next(self.frames, None)) is None:
@@ -68,17 +46,10 @@ class Agent:
         assert isinstance(frame, StepResult)
         return frame
 
-    def wait_for(self, numbers: Sequence[int]) -> None:
-        """Return when these rows have ended. Raises TimeoutError."""
-        left = set(numbers)
-        while left:
-            left -= {number for number, _ in self.result().released}
-
-
-def blocks(number: int) -> list[int]:
-    """Blocks that no other row has of those that live with this one."""
-    first = 1 + 8 * (number % 8)
-    return list(range(first, first + 8))
+    def wait_for_end(self) -> None:
+        """Return when the row is released. Raises TimeoutError."""
+        while not self.result().released:
+            pass
 
 
 @pytest.fixture
@@ -89,12 +60,6 @@ def keepalive_s() -> float:
 @pytest.fixture
 def agent(engine: Engine, keepalive_s: float, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
     monkeypatch.setattr(loop, "KEEPALIVE_S", keepalive_s)
-    with agent_of(engine) as agent:
-        yield agent
-
-
-@contextlib.contextmanager
-def agent_of(engine: Any) -> Iterator[Agent]:
     ours, theirs = socket.socketpair()
     ours.settimeout(PATIENCE_S)
     thread = threading.Thread(target=run, args=(engine, theirs))
@@ -109,23 +74,6 @@ def agent_of(engine: Any) -> Iterator[Agent]:
 def run(engine: Engine, channel: socket.socket) -> None:
     with pytest.raises(PeerClosed):
         loop.run_leader(engine, SINGLE_RANK, AgentLink(channel))
-
-
-def fresh(number: int) -> str:
-    """A grammar that nobody has compiled."""
-    return compile_unchecked(Grammar("regex", f"[0-9]{{2}}-{number}", "f"))
-
-
-def gated(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> threading.Event:
-    """What must be set before a compilation ends."""
-    gate, compile = threading.Event(), engine.matchers.compile
-
-    def compile_behind_gate(source: str, tokens: list[int]) -> object:
-        assert gate.wait(PATIENCE_S)
-        return compile(source, tokens)
-
-    monkeypatch.setattr(engine.matchers, "compile", compile_behind_gate)
-    return gate
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -143,19 +91,26 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_request_to_an_idle_engine_waits_for_the_keep_alive(agent: Agent, kind: str) -> None:
-    [prompt] = prompt_ids([PROMPTS[FEW[0]]])
-    agent.start_one(start_row(1, prompt, 3, blocks=blocks(1), **KINDS[kind]))
+    agent.start(**KINDS[kind])
+    agent.wait_for_end()
 
 
 @pytest.mark.parametrize("keepalive_s", [0.001])
 def test_an_engine_whose_rows_wait_for_a_grammar_says_that_it_lives(
     agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = gated(monkeypatch, agent.engine)
-    numbers = agent.start(fresh(1))
+    gate, compile = threading.Event(), agent.engine.matchers.compile
+
+    def compile_behind_gate(source: str, tokens: list[int]) -> object:
+        assert gate.wait(PATIENCE_S)
+        return compile(source, tokens)
+
+    monkeypatch.setattr(agent.engine.matchers, "compile", compile_behind_gate)
+    unknown = compile_unchecked(Grammar("regex", "[0-9]{2}-1", "f"))
+    agent.start(sampling=SamplingParams(grammar=unknown))
     assert not agent.result().released and not agent.result().released
     gate.set()
-    agent.wait_for(numbers)
+    agent.wait_for_end()
 
 
 @pytest.mark.parametrize(("status", "refused"), [(0, True), (3, False)])
