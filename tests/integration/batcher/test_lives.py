@@ -10,11 +10,9 @@ import os
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterable
-from functools import partial
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 from redis.asyncio import Redis
 
@@ -24,7 +22,6 @@ from batcher.lease import Lease
 from batcher.loop import Batcher
 from common.broker import committed
 from common.broker.client import ERRORS, connect
-from common.broker.heartbeat import Heartbeat
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.plan import WorkerDied
@@ -500,39 +497,6 @@ async def gateway_drains(redis: Redis) -> bool:
     """Whether the gateway says that it drains: all were told to end, and the batchers have had some time."""
     states = [await redis.hget(key, "state") async for key in redis.scan_iter(KEYS.gateway("*"))]  # type: ignore[misc]
     return states == [b"draining"]
-
-
-async def test_a_standby_without_a_newer_heartbeat_does_not_count(broker: Broker, redis: Redis) -> None:
-    """It may have been told to end at the same time."""
-    pool = PoolClient(redis, KEYS)
-    draining = Heartbeat(pool, "gateway", "g0", ttl_s=600)
-    await draining.send(state="draining", streams=1)
-    patient = {"WORKER_TTL_S": "600"}
-    with batcher(broker.url, "b0", **patient) as b0:
-        await wait_until(lambda: redis.exists(KEYS.batcher))
-        with batcher(broker.url, "b1", **patient) as b1:
-            await wait_until(lambda: has_beaten(pool, "b1", {}))
-            b1.send_signal(signal.SIGSTOP)
-            await wait_until(lambda: is_stopped(b1.pid))
-            for process in (b0, b1):
-                process.send_signal(signal.SIGTERM)
-            for _ in range(6):
-                await wait_until(partial(has_beaten, pool, "b0", await pool.processes("batcher")), 10)
-                assert b0.poll() is None
-            b1.send_signal(signal.SIGCONT)
-            assert await asyncio.to_thread(b1.wait, PATIENCE_S) == 0
-        with batcher(broker.url, "b2", **patient):
-            assert await asyncio.to_thread(b0.wait, PATIENCE_S) == 0, "another stands by"
-
-
-async def has_beaten(pool: PoolClient, name: str, before_ms: dict[str, float]) -> bool:
-    """Whether a batcher has sent a newer heartbeat than these."""
-    newer = dict((await pool.processes("batcher")).items() - before_ms.items())
-    return any(batcher.startswith(name) for batcher in newer)
-
-
-def is_stopped(pid: int) -> bool:
-    return psutil.Process(pid).status() == psutil.STATUS_STOPPED
 
 
 async def test_a_gateway_whose_time_is_over_ends_its_streams_with_an_error(

@@ -398,3 +398,15 @@ async def test_it_stays_for_streams_of_gateways_that_end_with_it(
         await Heartbeat(pool, "gateway", f"g{i}", 60.0).send(state=state, streams=num_streams)
         seen[1].counts[f"g{i}"] = HEARTBEATS_TO_SHOW * is_believed
     assert await is_needed(pool, "b0", *seen) is stays
+
+
+async def test_a_standby_without_newer_heartbeats_does_not_count(redis: Redis) -> None:
+    """It may have been told to end at the same time."""
+    pool, seen = PoolClient(redis, KEYS), (HeartbeatCount(), HeartbeatCount())
+    await Heartbeat(pool, "gateway", "g0", 60.0).send(state="draining", streams=1)
+    await Heartbeat(pool, "batcher", "b1", 60.0).send()
+    for _ in range(2 * HEARTBEATS_TO_SHOW):
+        assert await is_needed(pool, "b0", *seen)
+    for number in range(1, HEARTBEATS_TO_SHOW + 1):
+        await redis.zincrby(KEYS.processes, 1, "batcher:b1")
+        assert await is_needed(pool, "b0", *seen) == (number < HEARTBEATS_TO_SHOW)
