@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -56,31 +57,32 @@ class MixedPool:
         process.kill()
         process.wait()
 
+    async def processes(self) -> list[dict[str, Any]]:
+        """What the gateway says of all processes, once it serves."""
+        with contextlib.suppress(httpx.TransportError):
+            async with httpx.AsyncClient(base_url=self.base_url) as client:
+                if (await client.get("/health")).status_code == 200:
+                    return [*(await client.get("/fleet")).json()["processes"]]
+        return []
+
     async def ready(self, num_workers: int) -> None:
         """Wait until the gateway serves and this many workers do: one that only starts is listed, too, and a
         signal would end it at once.
         """
-        async with httpx.AsyncClient() as client:
 
-            async def is_ready() -> bool:
-                with contextlib.suppress(httpx.TransportError):
-                    if (await client.get(f"{self.base_url}/health")).status_code == 200:
-                        found = (await client.get(f"{self.base_url}/fleet")).json()["processes"]
-                        ready = [one for one in found if one["kind"] == "worker" and one["state"] == "ready"]
-                        return len(ready) == num_workers
-                return False
+        async def is_ready() -> bool:
+            found = [one for one in await self.processes() if one["kind"] == "worker"]
+            return [one["state"] for one in found].count("ready") == num_workers
 
-            await wait_until(is_ready)
+        await wait_until(is_ready)
 
     async def stands_by(self, name: str) -> None:
         """Wait until a batcher has a heartbeat."""
-        async with httpx.AsyncClient() as client:
 
-            async def is_there() -> bool:
-                found = (await client.get(f"{self.base_url}/fleet")).json()["processes"]
-                return any(one["id"].startswith(f"{name}-") for one in found)
+        async def is_there() -> bool:
+            return any(one["id"].startswith(f"{name}-") for one in await self.processes())
 
-            await wait_until(is_there)
+        await wait_until(is_there)
 
     async def ask(self, prompt: str, num_tokens: int, answer: Stream) -> None:
         """Ask, and come back after each third of the answer, to the other gateway if there is one."""
