@@ -108,7 +108,7 @@ class Device:
     Attributes:
         idle_s: how long no step ran.
         leads_s: how long before the end of a step the next one was launched, of each.
-        started_s, prefill_tokens: of the step that runs.
+        started_s: of the step that runs.
     """
 
     def __init__(self, late_s: float) -> None:
@@ -116,22 +116,22 @@ class Device:
         self.draw = random.Random(1)
         self.pace = LaunchPace()
         self.now_s, self.free_s = 100.0, 100.0 + STEP_S
-        self.started_s, self.prefill_tokens = 100.0, 0
+        self.started_s = 100.0
         self.idle_s = 0.0
         self.leads_s: list[float] = []
 
-    def step(self, prefill_tokens: int = 0, step_s: float = STEP_S, read_late_s: float = 0.0) -> None:
-        """Launch a step that takes `step_s`, and read the one before it."""
+    def step(self) -> None:
+        """Launch a step, and read the one before it."""
         self.now_s += max(0.0, self.pace.slack_s(self.now_s)) + self.draw.uniform(0.0, self.late_s)
         launched_s = self.now_s
         self.leads_s.append(self.free_s - self.now_s)
         self.pace.on_launch(is_late=self.now_s >= self.free_s)
         end_s, began_s = self.free_s, max(self.now_s, self.free_s)
         self.idle_s += began_s - end_s
-        self.free_s = began_s + step_s
-        self.now_s = max(self.now_s, end_s) + read_late_s
-        self.pace.on_read(self.started_s, self.now_s, self.prefill_tokens)
-        self.started_s, self.prefill_tokens = launched_s, prefill_tokens
+        self.free_s = began_s + STEP_S
+        self.now_s = max(self.now_s, end_s)
+        self.pace.on_read(self.started_s, self.now_s, 0)
+        self.started_s = launched_s
 
 
 @pytest.mark.parametrize("late", [0.0, 0.3])
