@@ -109,34 +109,14 @@ def eagle_tensors(hidden: int, inner: int, vocab: int) -> dict[str, torch.Tensor
     return tensors | {f"{name}.weight": torch.rand(hidden) + 0.5 for name in norms}
 
 
-def right_heads(num_heads: int) -> dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]]:
-    """Of each kind the config and the weights of heads that are always right about the counting model."""
-    zeros, eye = torch.zeros(SIZE, SIZE), torch.eye(SIZE)
-    medusa = {
-        f"{head}.{name}": tensor.clone()
-        for head in range(num_heads)
-        for name, tensor in {
-            "0.linear.weight": zeros,
-            "0.linear.bias": torch.zeros(SIZE),
-            "1.weight": matrix(head + 2),
-        }.items()
+def right_heads(num_heads: int) -> dict[str, torch.Tensor]:
+    """The weights of Medusa's heads that are always right about the counting model."""
+    heads = {
+        "0.linear.weight": torch.zeros(SIZE, SIZE),
+        "0.linear.bias": torch.zeros(SIZE),
     }
-    mlp = {
-        f"speculator.{name}": tensor.clone()
-        for head in range(num_heads)
-        for name, tensor in {
-            f"emb.{head}.weight": eye,
-            f"proj.{head}.weight": zeros,
-            f"head.{head}.weight": matrix(),
-            f"ln.{head}.weight": torch.ones(SIZE),
-            f"ln.{head}.bias": torch.zeros(SIZE),
-        }.items()
-    }
-    sizes = {"emb_dim": SIZE, "inner_dim": SIZE, "vocab_size": SIZE}
-    return {
-        "medusa": ({"medusa_num_heads": num_heads, "medusa_num_layers": 1}, medusa),
-        "mlp": ({"model_type": "mlp_speculator", "n_predict": num_heads} | sizes, mlp),
-    }
+    tensors = {f"{head}.{name}": one.clone() for head in range(num_heads) for name, one in heads.items()}
+    return tensors | {f"{head}.1.weight": matrix(head + 2) for head in range(num_heads)}
 
 
 # --- drafts -------------------------------------------------------------------------------------------------
