@@ -9,7 +9,7 @@ import torch
 
 from gpu_worker.engine.attention.backend import AttentionSpec, Geometry, LayerSpec
 from gpu_worker.engine.attention.sdpa import SdpaBackend
-from tests.support.engine.attention_pair import LENGTHS, Pair, parts_of
+from tests.support.engine.attention_pair import LENGTHS, Pair, decoding, parts_of
 from tests.support.engine.on_cuda import ANYWHERE, backend_of, needs_flash
 from tests.support.engine.row_steps import BLOCKS, rows
 
@@ -47,18 +47,6 @@ def flash_pair(geometry: Geometry, device: torch.device) -> Pair:
     return Pair(geometry, flash, error, error / 2, device)
 
 
-def on_device(pair: Pair, slices: Any, rest: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """→ positions int32 [rows], table int32 [rows, blocks] of rows that decode, and of `rest` that only fill
-    the graph.
-    """
-    width = max(len(row_slice.row.blocks) for row_slice in slices)
-    table = torch.zeros(len(slices) + rest, width, dtype=torch.int32)
-    for line, row_slice in zip(table, slices, strict=False):
-        line[: len(row_slice.row.blocks)] = torch.from_numpy(row_slice.row.blocks)
-    positions = torch.tensor([*(row_slice.begin for row_slice in slices), *[0] * rest], dtype=torch.int32)
-    return positions.to(pair.device), table.to(pair.device)
-
-
 @ANYWHERE
 @pytest.mark.parametrize(("window", "softcap", "sinks"), FEATURES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -92,7 +80,7 @@ def test_steps_with_inputs_on_the_device_equal_those_from_the_host(
     slices = parts_of(lines, [(0, 71, 1), (1, 3, 1), (3, 91, 1)])
     given = pair.tokens(len(slices))
     _, planned = pair.attend(slices, given, None)
-    pair.other.prepare_decode(*on_device(pair, slices, 2))
+    pair.other.prepare_decode(*decoding(slices, 2, pair.device))
     filled = [torch.cat((tensor, tensor[:, :, :2]), 2).to(pair.device) for tensor in given]
     found = pair.other.attend(pair.modules[1][0], *filled, None)
     assert torch.equal(found[:, : len(slices)], planned)
@@ -110,7 +98,7 @@ def test_split_rows_equal_those_of_torch(device: str, shape: Shape, sinks: bool)
     pair.attend(prompts, pair.tokens(2134), own)
     slices, given = parts_of(lines, [(0, 2100, 1), (1, 1, 1), (2, 33, 1)]), pair.tokens(3)
     exact, _ = pair.attend(slices, given, own)
-    pair.other.prepare_decode(*on_device(pair, slices, 0), True)
+    pair.other.prepare_decode(*decoding(slices, 0, pair.device), True)
     tensors = [None if one is None else one.to(pair.device) for one in (*given, own)]
     for _ in range(2):  # the counters are left as they were
         pair.check([exact, pair.other.attend(pair.modules[1][0], *tensors)], "split")

@@ -85,3 +85,16 @@ class Pair:
 
 def parts_of(lines: Sequence[Row], step: Sequence[tuple[int, int, int]]) -> list[RowSlice]:
     return arrange([chunk(lines[row], begin, count) for row, begin, count in step])
+
+
+def decoding(
+    slices: Sequence[RowSlice], rest: int = 0, device: torch.device = CPU
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """→ positions int32 [rows], table int32 [rows, blocks] of rows that decode, and of `rest` that only fill
+    a graph.
+    """
+    table = torch.zeros(len(slices) + rest, BLOCKS, dtype=torch.int32)
+    for line, row_slice in zip(table, slices, strict=False):
+        line[: len(row_slice.row.blocks)] = torch.from_numpy(row_slice.row.blocks)
+    positions = torch.tensor([*(row_slice.begin for row_slice in slices), *[0] * rest], dtype=torch.int32)
+    return positions.to(device), table.to(device)

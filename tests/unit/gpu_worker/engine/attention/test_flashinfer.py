@@ -22,7 +22,7 @@ from gpu_worker.engine.attention.flashinfer_support import (
 )
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from tests.support.engine import fake_flashinfer
-from tests.support.engine.attention_pair import Pair, parts_of
+from tests.support.engine.attention_pair import Pair, decoding, parts_of
 from tests.support.engine.row_steps import BLOCKS, CPU
 from tests.support.parameters.slow_but import slow_but
 
@@ -105,15 +105,12 @@ def test_layers_have_heads_of_their_own_size(generation: int) -> None:
     pair = Pair(geometry, flash, ERROR)
     lines = pair.check_steps()
     slices = parts_of(lines, [(0, 71, 1), (1, 3, 1), (3, 91, 1)])
-    positions, table = np.zeros(3, np.int32), np.zeros((3, BLOCKS), np.int32)
-    for place, row_slice in enumerate(slices):
-        positions[place] = row_slice.begin
-        table[place, : len(row_slice.row.blocks)] = row_slice.row.blocks
+    positions, table = decoding(slices)
     for layer in range(2):
         query, key, value = given = pair.tokens(3, layer)
         exact, _ = pair.attend(slices, given, None, layer)
-        flash.plan_decode(positions, table)
-        flash.prepare_decode(torch.from_numpy(positions), torch.from_numpy(table))
+        flash.plan_decode(positions.numpy(), table.numpy())
+        flash.prepare_decode(positions, table)
         pair.check([exact, flash.attend(pair.modules[1][layer], query, key, value, None)], "captured")
 
 
