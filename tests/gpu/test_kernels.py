@@ -15,13 +15,12 @@ from gpu_worker.engine.quantization.blocks import Blocks
 from gpu_worker.engine.sampling.sampler import KeptArguments, SamplerOutput, sample_by_torch, sample_on_cuda
 from tests.support.engine.on_cuda import ANYWHERE, ON_GPUS
 from tests.support.engine.triton_interpreter import forget_kernels, interpret_kernels, kernels
-from tests.unit.gpu_worker.engine.sampling.test_native_sampler import (
+from tests.unit.gpu_worker.engine.sampling.test_sampling_kernels import (
     SHAPES,
     compare,
-    logits_of,
-    random_request,
+    random_rows,
+    same_weights,  # noqa: F401
 )
-from tests.unit.gpu_worker.engine.sampling.test_triton_sampler import same_weights  # noqa: F401
 
 QWEN = 151_936
 VOCABULARIES = {"cuda": (QWEN, 50_257), "cpu": (500,)}
@@ -55,11 +54,10 @@ def test_rows_are_sampled_as_by_torch(device: str, dtype: torch.dtype, module: C
     for size in VOCABULARIES[device]:
         random, num_rows = np.random.default_rng(size), 24 if device == "cuda" else 4
         for shape in SHAPES:
-            logits = logits_of(shape, random, num_rows, size, dtype).to(device)
-            num_words = random.choice([1, size // 32 + 1, size // 32 + 3])
-            requests = [random_request(random, size, num_words) for _ in range(num_rows)]
+            logits, requests = random_rows(random, shape, num_rows, size, dtype)
             if not any(requests):
                 continue
+            logits = logits.to(device)
             found = sample_on_cuda(logits, requests, KeptArguments())
             expected = sample_by_torch(logits, requests)
             typical = [bool(row and row.state.sampling.typical_p < 1) for row in requests]

@@ -29,7 +29,7 @@ from tests.support.engine.tiny_models import FAMILIES
 from tests.support.source_tree import ROOT
 from tests.unit.gpu_worker.engine.attention import test_kv_cache as attention
 from tests.unit.gpu_worker.engine.cpu import test_packed_linear as products
-from tests.unit.gpu_worker.engine.sampling import test_native_sampler as choice
+from tests.unit.gpu_worker.engine.sampling import test_sampling_kernels as choice
 
 pytestmark = pytest.mark.usefixtures("library")
 

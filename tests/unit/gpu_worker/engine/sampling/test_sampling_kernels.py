@@ -1,7 +1,8 @@
-"""The sampling kernel in Triton's interpreter against torch, choice by choice; what is launched; and each
-sampler honours each field.
+"""The sampling kernels against torch, choice by choice: the native ones, and Triton's in its interpreter; what
+is launched; and each sampler honours each field.
 """
 
+import ctypes
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,24 +19,117 @@ import torch
 from api.requests.fields import SamplingFields
 from api.requests.validate import DRAW_ONLY
 from common.messages.request import SamplingParams
-from gpu_worker.engine.batch.sampling_state import SampleRequest
+from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
+from gpu_worker.engine.cpu import native
 from gpu_worker.engine.engine import unpack_samples
 from gpu_worker.engine.sampling import sampler
 from gpu_worker.engine.sampling.sampler import KeptArguments, SamplerOutput, sample_by_torch
 from tests.support.engine import sample_requests
 from tests.support.engine.fixed_grammar import FixedGrammar
+from tests.support.engine.row_steps import start_row
 from tests.support.engine.sample_requests import CASES, VOCABULARY, check_row, request
 from tests.support.engine.triton_interpreter import KERNELS, forget_kernels, interpret_kernels, kernels
 from tests.support.parameters.slow_but import slow_but
-from tests.unit.gpu_worker.engine.sampling.test_native_sampler import (
-    SHAPES,
-    compare,
-    logits_of,
-    random_request,
-)
+
+ENDS = [2, 9]
+SIZES = (1, 15, 60, 1000, 3000, 49152)
+SHAPES = ("spread", "peaked", "flat", "equal", "few")
+
+
+def logits_of(
+    shape: str, random: np.random.Generator, num_rows: int, size: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Rows of a larger matrix; in bfloat16 many are equal."""
+    scale = {"spread": 3.0, "peaked": 3.0, "flat": 0.01, "equal": 0.0, "few": 3.0}[shape]
+    values = random.normal(0, 1, (num_rows, size + 3)) * scale
+    if shape == "peaked":
+        values[:, random.integers(0, size, 5)] += 12
+    if shape == "few":
+        values[random.random(values.shape) < 0.9] = -math.inf
+        values[:, size // 2] = 1.0
+    return torch.tensor(values, dtype=torch.float32).to(dtype)[:, :size]
+
+
+def random_request(random: np.random.Generator, size: int, num_words: int) -> SampleRequest | None:
+    """Makes the request of a row with random parameters, or None. A grammar's mask has `num_words` words. The
+    token in the middle is always allowed.
+    """
+
+    def choose(*values: Any) -> Any:
+        return values[random.integers(len(values))]
+
+    def ids(count: int) -> list[int]:
+        return random.integers(0, size + 5, count).tolist()  # type: ignore[no-any-return]
+
+    sampling = SamplingParams(
+        temperature=choose(0.0, 0.3, 1.0, 1.0, 1.7),
+        top_k=choose(0, 0, 0, 1, 5, 50, 2000, 10**6),
+        top_p=choose(1.0, 1.0, 0.0, 0.5, 0.95, 0.9999),
+        top_p_decay=choose(1.0, 1.0, 0.9),
+        min_p=choose(0.0, 0.0, 0.0, 0.05, 1.0),
+        typical_p=choose(1.0, 1.0, 1.0, 0.4, 0.95),
+        repetition_penalty=choose(1.0, 1.3, 0.7),
+        frequency_penalty=choose(0.0, 0.7),
+        presence_penalty=choose(0.0, -0.3),
+        relative_frequency_penalty=choose(0.0, 1.1),
+        seed=int(random.integers(2**63)),
+        logit_bias=[(token, float(random.normal(0, 4))) for token in set(ids(choose(0, 0, 3)))],
+        bad_words=[[token] for token in ids(choose(0, 0, 2)) if token != size // 2],
+        raw_logprobs=choose(False, False, True),
+        allowed_token_ids=choose([], [], [*ids(size), size // 2]),
+        watermark_delta=choose(0.0, 0.0, 2.0),
+        watermark_gamma=choose(0.25, 0.5),
+    )
+    words = random.integers(-(2**31), 2**31, num_words).astype(np.int32)
+    words[size // 64 :][:1] = -1
+    grammar = choose(None, None, FixedGrammar(bits=words))
+    generated = ids(choose(0, 9))
+    start = start_row(
+        0,
+        ids(choose(5, 99)) + generated,
+        999,
+        len(generated),
+        min_new_tokens=choose(0, 99),
+        top_n_tokens=choose(0, 0, min(3, size), size),
+        sampling=sampling,
+    )
+    state = SamplingState.of(start, ENDS, grammar)
+    return state and SampleRequest(state, len(generated))  # type: ignore[return-value]
+
+
+def compare(found: SamplerOutput, expected: SamplerOutput, requests: list[SampleRequest | None]) -> None:
+    assert found.ids.tolist() == expected.ids.tolist()
+    torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=1e-5, atol=2e-5)
+    assert found.top_ids.shape == expected.top_ids.shape
+    for row, own in enumerate(requests):
+        num = own.state.top_n_tokens if own else 0
+        assert found.top_ids[row, :num].tolist() == expected.top_ids[row, :num].tolist()
+        torch.testing.assert_close(
+            found.top_logprobs[row, :num], expected.top_logprobs[row, :num], rtol=1e-5, atol=2e-5
+        )
+
+
+def random_rows(
+    random: np.random.Generator, shape: str, num_rows: int, size: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, list[SampleRequest | None]]:
+    """Logits [rows, size], and rows with random parameters."""
+    logits = logits_of(shape, random, num_rows, size, dtype)
+    num_words = random.choice([1, size // 32 + 1, size // 32 + 3])
+    return logits, [random_request(random, size, num_words) for _ in range(num_rows)]
+
+
+@pytest.mark.parametrize("dtype", native.TYPE_CODES, ids=str)
+@pytest.mark.parametrize("size", slow_but([60, 3000], SIZES))
+def test_kernels_sample_the_same_ids_as_torch(size: int, dtype: torch.dtype, library: ctypes.CDLL) -> None:
+    random = np.random.default_rng(size)
+    for shape in SHAPES:
+        logits, requests = random_rows(random, shape, 4 if size > 10_000 else 20, size, dtype)
+        compare(sampler.sample(logits, requests), sample_by_torch(logits, requests), requests)
+
+
+# --- the kernel of Triton -----------------------------------------------------------------------------------
 
 UNIT = 2.0**40
-SIZES = (1, 15, 60, 1000)
 DRAWN = SamplingParams(temperature=1.0, seed=1)
 
 
@@ -80,19 +174,14 @@ def same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SIZES[:4])
 def test_rows_with_any_parameters_are_sampled_as_by_torch(
     size: int, dtype: torch.dtype, kernel: ModuleType
 ) -> None:
     random = np.random.default_rng(size)
     for shape in SHAPES:
-        logits = logits_of(shape, random, 9, size, dtype)
-        num_words = random.choice([1, size // 32 + 1, size // 32 + 3])
-        requests = [
-            *(random_request(random, size, num_words) for _ in range(7)),
-            request(replace(DRAWN, top_p=0.7)),
-            None,
-        ]
+        logits, requests = random_rows(random, shape, 9, size, dtype)
+        requests[-2:] = [request(replace(DRAWN, top_p=0.7)), None]
         compare(sample_on_cuda(logits, requests), sample_by_torch(logits, requests), requests)
 
 
