@@ -23,8 +23,7 @@ from tests.support.engine.on_cuda import (
     needs_flash,
     noted,
 )
-from tests.support.engine.pictures.models import SettledEngine, save
-from tests.support.engine.pictures.seeing import NEW_TOKENS, prompts_of
+from tests.support.engine.pictures.models import NEW_TOKENS, SettledEngine, prompts_of, save
 from tests.support.engine.tiny_engine import play, prompts
 from tests.support.engine.tiny_models import HYBRIDS, rope
 

@@ -1,5 +1,5 @@
-"""Tiny models that see, with random weights and transformers' own processors; prompts with pictures, and what
-`generate` answers to them.
+"""Tiny models that see, with random weights and transformers' own processors; prompts with pictures, what
+`generate` answers to them, and engines that must answer the same.
 """
 
 import hashlib
@@ -18,7 +18,8 @@ from PIL import Image
 from gpu_worker.engine.batch.prefill import needed_pictures
 from gpu_worker.engine.engine import Engine
 from gpu_worker.protocol import StepResult
-from tests.support.engine import tiny_models
+from tests.support.engine import tiny_engine, tiny_models
+from tests.support.engine.batch_player import Player, player
 
 EYES = {
     "hidden_size": 32,
@@ -273,3 +274,54 @@ class SettledEngine:
 
     def unprocessed(self) -> list[Any]:
         return [one.shape for one in needed_pictures(self.rows.rows.values()) if not one.is_ready]
+
+
+# --- an engine ----------------------------------------------------------------------------------------------
+
+NEW_TOKENS = 12
+SETTINGS = tiny_engine.SETTINGS | {"block_size": 16}
+
+
+class Seeing:
+    """A tiny model, an engine of it, prompts and their answers."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.model = save(folder, name)
+        self.engine: Any = self.start()
+        self.prompts = prompts_of(self.model)
+        self.answers = {row: self.model.generate(prompt, NEW_TOKENS) for row, prompt in self.prompts.items()}
+
+    def start(self, **settings: Any) -> SettledEngine:
+        """Another engine of the model."""
+        return SettledEngine(tiny_engine.engine_of(self.model.folder, **SETTINGS | settings))
+
+    def player(self, prefill_tokens: int = 1000) -> Player:
+        return player(self.engine, prefill_tokens)
+
+    def play(self, rows: dict[int, SeenPrompt], prefill_tokens: int = 1000) -> dict[int, list[int]]:
+        ids = {row: prompt.ids for row, prompt in rows.items()}
+        return tiny_engine.play(
+            self.engine, ids, prefill_tokens, new_tokens=NEW_TOKENS, params=self.pictures(rows)
+        )
+
+    def check(self) -> None:
+        """All prompts have their answers, however they are played."""
+        ids = {row: prompt.ids for row, prompt in self.prompts.items()}
+        tiny_engine.check_ids(self.engine, self.answers, ids, params=self.pictures(self.prompts))
+
+    def pictures(self, rows: dict[int, SeenPrompt]) -> dict[int, dict[str, Any]]:
+        return {row: {"pictures": prompt.pictures} for row, prompt in rows.items()}
+
+    def pictures_after(self, prompt: SeenPrompt, num_cached: int) -> list[tuple[int, int, str, bytes]]:
+        """As an agent gives them."""
+        after = [one for one in prompt.pictures if one[0] + one[1] > num_cached]
+        return prompt.pictures if self.engine.ready.all_pictures else after
+
+
+def prompts_of(model: SeeingModel) -> dict[int, SeenPrompt]:
+    return {
+        0: model.prompt([5, 6, 7], picture(1), [8, 9, 10, 11, *range(60, 95)]),
+        1: model.prompt([*range(20, 50)]),
+        2: model.prompt([12] * 9, picture(2, 64, 30), [13, 14], picture(3, 33, 33), [15]),
+        3: model.prompt([4, 3], picture(1), [16, 17, 18]),
+    }

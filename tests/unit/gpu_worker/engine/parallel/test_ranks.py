@@ -51,8 +51,8 @@ from tests.support.engine import multi_rank_engine, quantized_models, tiny_model
 from tests.support.engine.batch_player import Player, player
 from tests.support.engine.drafts import drafting_engine, engine_settings, play_drafts
 from tests.support.engine.multi_rank_engine import Led, check_ids
-from tests.support.engine.pictures.seeing import SETTINGS as SEEING_SETTINGS
-from tests.support.engine.pictures.seeing import Seeing
+from tests.support.engine.pictures.models import SETTINGS as SEEING_SETTINGS
+from tests.support.engine.pictures.models import Seeing
 from tests.support.engine.quantized_models import FORMATS, keeps_blocks
 from tests.support.engine.tiny_engine import NEW_TOKENS, SETTINGS, answers, engine_of, play, prompts
 from tests.support.engine.tiny_models import FAMILIES, HYBRIDS, LLAMA, VOCAB

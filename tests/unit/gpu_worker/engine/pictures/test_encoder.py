@@ -13,8 +13,7 @@ from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.batch.row_pictures import PictureState
 from gpu_worker.engine.pictures.encoder import PictureEncoder
 from tests.support.engine.pictures import models
-from tests.support.engine.pictures.models import SettledEngine, picture
-from tests.support.engine.pictures.seeing import NEW_TOKENS, Seeing
+from tests.support.engine.pictures.models import NEW_TOKENS, Seeing, SettledEngine, picture
 from tests.support.engine.row_steps import plan
 from tests.support.parameters.slow_but import slow_but
 

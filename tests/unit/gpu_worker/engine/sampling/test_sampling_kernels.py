@@ -1,5 +1,5 @@
-"""The sampling kernels against torch, choice by choice: the native ones, and Triton's in its interpreter; what
-is launched; and each sampler honours each field.
+"""The sampling kernels against torch, choice by choice: the native ones, and Triton's in its interpreter.
+What is launched; and each sampler honours each field.
 """
 
 import ctypes
