@@ -4,7 +4,7 @@ formula says.
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -296,20 +296,26 @@ def test_heads_propose_what_their_formula_says(kind: str, tmp_path: Path) -> Non
     else:
         engine = drafting_engine(tmp_path / "model", {"model": str(heads)})
     assert engine.drafter and engine.drafter.num_drafted == NUM_HEADS
+
+    @torch.inference_mode()
+    def expected(ids: list[int]) -> list[int]:
+        output = model(torch.tensor([ids[:-1]]), output_hidden_states=True)
+        state = output.hidden_states[-1][0, -1]
+        if kind.startswith("mlp"):
+            return mlp_ids(tensors, state, ids[-1], tied=kind == "mlp-tied")
+        return medusa_ids(tensors, state)
+
+    check_drafts(engine, plain, expected)
+
+
+def check_drafts(engine: Engine, plain: Player, expected: Callable[[list[int]], list[int]]) -> None:
+    """Rows are told the same as the plain ones, and what is drafted after ids is expected."""
     engine.costs.set(1.0, 0.0, 0.0, 0.0)
     noted = noted_drafts(engine)
     check_ways(partial(play_drafts, engine), plain, BATCHED, CHUNKED)
     assert len(noted) > 40
     for ids, drafts in noted[:: len(noted) // 20]:
-        with torch.inference_mode():
-            output = model(torch.tensor([ids[:-1]]), output_hidden_states=True)
-        state = output.hidden_states[-1][0, -1]
-        expected = (
-            mlp_ids(tensors, state, ids[-1], tied=kind == "mlp-tied")
-            if kind.startswith("mlp")
-            else medusa_ids(tensors, state)
-        )
-        assert drafts == expected[: len(drafts)]
+        assert drafts == expected(ids)[: len(drafts)]
 
 
 EAGLE_INNER, DRAFT_VOCAB, HEADS, KV_HEADS = 96, 100, 4, 2
@@ -362,13 +368,13 @@ def layer(
 
 @torch.inference_mode()
 def expected_drafts(
-    model: Any, tensors: Tensors, ids: list[int], count: int, layers: tuple[int, ...], before: bool
+    model: Any, tensors: Tensors, ids: list[int], layers: tuple[int, ...], before: bool
 ) -> list[int]:
     """What the layer proposes after these ids, computed without a cache."""
     hidden = model(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states
     states = torch.cat([hidden[number][0] for number in layers], -1) @ tensors["fc.weight"].T
     known, drafts = list(ids), list[int]()
-    for _ in range(count):
+    for _ in range(NUM_BY_HEADS):
         embedded = model.get_input_embeddings()(torch.tensor(known[1:]))
         given = layer(tensors, embedded, states, model.model.rotary_emb, before)
         scores = rms(given[-1], tensors["norm.weight"]) @ tensors["lm_head.weight"].T
@@ -395,15 +401,10 @@ def test_the_layer_proposes_what_its_formula_says(way: str, tmp_path: Path) -> N
     head = save_heads(tmp_path / "head", CONFIG | changed, tensors)
     speculative = {"model": str(head), "num_speculative_tokens": NUM_BY_HEADS}
     engine = drafting_engine(tmp_path / "model", speculative)
-    engine.costs.set(1.0, 0.0, 0.0, 0.0)
-    noted = noted_drafts(engine)
     plain = play_drafts(drafting_engine(tmp_path / "model", None))
-    check_ways(partial(play_drafts, engine), plain, BATCHED, CHUNKED)
-    assert len(noted) > 40
+    check_drafts(engine, plain, lambda ids: expected_drafts(model, tensors, ids, layers, before))
     fused = [isinstance(one.forward, FusedLayers) for one in engine.loaded.model.model.layers]
     assert not native.library() or fused == [True] * 3, "each captured layer begins a native call"
-    for ids, drafts in noted[:: len(noted) // 20]:
-        assert drafts == expected_drafts(model, tensors, ids, len(drafts), layers, before)
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, torch.Tensor | None], str]] = [
