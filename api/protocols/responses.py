@@ -294,7 +294,7 @@ def read_part(given: Mapping[str, Any], name: str, kind: str, sees: bool) -> dic
         url = picture_source(given, name).url
         return {"type": "input_image", "image_url": url, "detail": given.get("detail") or "auto"}
     if given.get("type") not in TEXT_PARTS:
-        raise unknown_part(given.get("type"), name, f"{name}.type", sees)
+        raise unknown_part(given.get("type"), name, name, sees)
     return new_part(text_of(given, "text", name), kind)
 
 

@@ -249,7 +249,7 @@ async def test_a_response_to_pictures(broker: Broker, tmp_path: Path) -> None:
                 "input[0].content[0].file_id",
             ),
             ({"input": [{"role": "user", "content": [{**part, "image_url": "data:,"}]}]}, "input"),
-            ({"input": [{"role": "assistant", "content": [part]}]}, "input[0].content[0].type"),
+            ({"input": [{"role": "assistant", "content": [part]}]}, "input[0].content[0]"),
         ):
             refused = await client.post("/v1/responses", json=body | more)
             assert refused.status_code == 400
