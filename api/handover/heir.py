@@ -25,7 +25,7 @@ from api.http.sse import as_chunk, bytes_written
 from api.protocols.table import protocol_of
 from api.requests.registry import PoolRegistry
 from api.resume import attach
-from api.resume.attach import find
+from api.resume.attach import Admitted, find
 from api.streams import http_response
 from api.streams.http_response import Reader
 from common.messages.codec import WireError, decode
@@ -141,7 +141,7 @@ async def attach_inherited(pools: PoolRegistry, kept: KeptAnswer) -> Reader:
         found = await find(pools, kept.request_id)
         if found is None:
             raise attach.unknown_answer(kept.request_id)
-        reader = Reader(found.pool, found.answer, attach.new_streams(*found), num_seen=kept.num_seen)
+        reader = Reader(found.pool, found.answer, attach.new_streams(found), num_seen=kept.num_seen)
         reader.number = await attach.become_reader(reader.pool, reader.streams, kept.connection)
     except ApiError as error:
         if error.status != 404 or kept.requests is None:
@@ -160,7 +160,7 @@ async def offer_again(pools: PoolRegistry, kept: KeptAnswer, lost: KeptRequests)
         answer = decode(HttpAnswer, lost.answer)
     except WireError as error:  # of another version
         raise attach.unknown_answer(kept.request_id) from error
-    streams = attach.new_streams(pool, answer, lost.channel)
+    streams = attach.new_streams(Admitted(pool, answer, lost.channel))
     age_ms = round(1000 * attach.age_s(pool, answer))
     for stream, digest in zip(streams, lost.digests, strict=True):
         ttl_ms = stream.request.ttl_ms - age_ms

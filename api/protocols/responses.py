@@ -589,26 +589,22 @@ class ResponseObjectRenderer(EventRenderer):
 # --- conversation -------------------------------------------------------------------------------------------
 
 
-class StoredResponse(Admitted):
-    """A stored response, which may not have ended yet."""
-
-    @property
-    def input(self) -> list[Item]:
-        """The items of the conversation before the response, then its own input items."""
-        assert self.answer.response is not None
-        return [*orjson.loads(self.answer.response.before), *orjson.loads(self.answer.response.items)]
+def input_of(answer: HttpAnswer) -> list[Item]:
+    """The items of the conversation before a response, then its own input items."""
+    assert answer.response is not None
+    return [*orjson.loads(answer.response.before), *orjson.loads(answer.response.items)]
 
 
-async def find_response(request: Request, response_id: str) -> StoredResponse | None:
+async def find_response(request: Request, response_id: str) -> Admitted | None:
     """The response with this id, if it was created with this request's API key. Raises ApiError (503)."""
     matched = RESPONSE_ID.fullmatch(response_id)
     admitted = await find_own(request, matched[1]) if matched else None
-    return StoredResponse(*admitted) if admitted is not None and is_stored(admitted.answer) else None
+    return admitted if admitted is not None and is_stored(admitted.answer) else None
 
 
 async def read_response(stored: Admitted) -> Stream:
     """The response's stream, with what is committed so far. Raises ApiError (503)."""
-    [stream] = await attach.read_committed(*stored)
+    [stream] = await attach.read_committed(stored)
     return stream
 
 
@@ -618,7 +614,7 @@ async def render_response(stored: Admitted, stream: Stream) -> dict[str, Any]:
     return await offload(stream.num_records, renderer.render_so_far)
 
 
-async def read_output(stored: StoredResponse) -> list[Item] | None:
+async def read_output(stored: Admitted) -> list[Item] | None:
     """The output of a response; None if it has not finished, or has failed."""
     rendered = await render_response(stored, await read_response(stored))
     return rendered["output"] if rendered["status"] in ("completed", "incomplete") else None
@@ -639,7 +635,7 @@ async def resolve_references(request: Request | None, items: list[Item]) -> list
             request_id = matched[1] if matched else ""
             if request_id not in by_request:
                 stored = await find_response(request, response_id(request_id))
-                found = [*stored.input, *(await read_output(stored) or [])] if stored else []
+                found = [*input_of(stored.answer), *(await read_output(stored) or [])] if stored else []
                 by_request[request_id] = {item["id"]: item for item in found}
             if item["id"] not in by_request[request_id]:
                 name = f"input[{i}].id"
@@ -776,7 +772,7 @@ async def read_response_body(body: ResponsesRequest, context: Context) -> HttpAn
             raise ApiError(422, "validation", text, PREVIOUS, "previous_response_not_found")
         if (output := await read_output(stored)) is None:
             raise invalid(f"`{PREVIOUS}`: that response is not completed")
-        before = [*stored.input, *output]
+        before = [*input_of(stored.answer), *output]
     size = CHARS_OF_MESSAGE * len(body.input) if isinstance(body.input, list) else 0
     sees = pool.tokenizer.pictures is not None
     given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input

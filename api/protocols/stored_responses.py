@@ -29,14 +29,15 @@ from api.protocols.responses import (
     RESPONSE_EVENT,
     RESPONSE_SHAPE,
     ResponseObjectRenderer,
-    StoredResponse,
     fields_of,
     find_response,
+    input_of,
     read_response,
     render_response,
 )
 from api.requests.request_scripts import cancel_request, delete_ended
 from api.resume import rest
+from api.resume.attach import Admitted
 from api.streams.stream import Stream
 
 ITEM_LIST = Shape(
@@ -61,7 +62,7 @@ CANCEL_WAIT_S, CANCEL_POLL_S = 10.0, 0.05
 """How long and how often a cancelled request is asked for its end."""
 
 
-async def find_own_response(request: Request, response_id: ResponseId) -> StoredResponse:
+async def find_own_response(request: Request, response_id: ResponseId) -> Admitted:
     """Raises ApiError: 404, 503."""
     stored = await find_response(request, response_id)
     if stored is None:
@@ -69,7 +70,7 @@ async def find_own_response(request: Request, response_id: ResponseId) -> Stored
     return stored
 
 
-Found = Annotated[StoredResponse, Depends(find_own_response)]
+Found = Annotated[Admitted, Depends(find_own_response)]
 
 
 @router.get(
@@ -92,19 +93,18 @@ async def retrieve_response(
     return json_response(await render_response(stored, await read_response(stored)))
 
 
-async def follow_response(stored: StoredResponse, num_seen: int) -> Response:
+async def follow_response(stored: Admitted, num_seen: int) -> Response:
     """The events that the client does not have yet. Raises ApiError."""
-    pool, answer, channel = stored
-    if not answer.streamed:
+    if not stored.answer.streamed:
         raise invalid("`stream`: this response was created without `stream`: true")
     stream = await read_response(stored)
     if stream.terminal and stream.terminal.reason == "cancelled":
-        all_frames = RestOfFeed(ResponseObjectRenderer(answer, [stream]).frames(), num_seen)
+        all_frames = RestOfFeed(ResponseObjectRenderer(stored.answer, [stream]).frames(), num_seen)
         return EventSourceResponse(
             (frame async for new in all_frames for frame in new), headers=SSE_HEADERS, sep="\n"
         )
     try:
-        found = await rest.read_rest(pool, answer, channel, num_seen)
+        found = await rest.read_rest(stored, num_seen)
     except ApiError as error:
         if error.param == rest.LAST_EVENT_ID:
             text = "`starting_after` must be the sequence number of an event that was sent"
@@ -151,12 +151,12 @@ async def list_input_items(
     """Returns the input items of a response and those of the conversation before it, the newest first unless
     `order` is `asc`. The list begins after the item with the id `after`.
     """
-    items = stored.input[:: -1 if order == "desc" else 1]
+    items = input_of(stored.answer)[:: -1 if order == "desc" else 1]
     begin = place_of([item["id"] for item in items], after, "after") + 1
     return json_response(list_object(items[begin:], limit))
 
 
-async def cancel_stored(stored: StoredResponse) -> Stream:
+async def cancel_stored(stored: Admitted) -> Stream:
     """Cancel the request unless it has ended. Returns its stream, which has ended unless CANCEL_WAIT_S have
     passed. Raises ApiError (503).
     """

@@ -83,8 +83,9 @@ def age_s(pool: Pool, answer: HttpAnswer) -> float:
     return max(0.0, pool.client.clock.now_s() - answer.created_s)
 
 
-def new_streams(pool: Pool, answer: HttpAnswer, channel: str) -> list[Stream]:
+def new_streams(admitted: Admitted) -> list[Stream]:
     """Streams of all choices, without tokens. Their digests are read when their reader is registered."""
+    pool, answer, channel = admitted
     return [
         new_stream(
             replace(address(pool.settings, pool.gateway, choice, answer), channel=channel, digest=""),
@@ -95,23 +96,23 @@ def new_streams(pool: Pool, answer: HttpAnswer, channel: str) -> list[Stream]:
     ]
 
 
-async def read_committed(pool: Pool, answer: HttpAnswer, channel: str) -> list[Stream]:
+async def read_committed(admitted: Admitted) -> list[Stream]:
     """Streams of all choices, with what is committed so far. Raises ApiError (503)."""
-    streams = new_streams(pool, answer, channel)
+    streams = new_streams(admitted)
     by_id = {stream.request.request_id: stream for stream in streams}
     async with asking_broker():
-        filler = Filler(pool.client, Sources(), by_id)
+        filler = Filler(admitted.pool.client, Sources(), by_id)
         await filler.fill({}, dict.fromkeys(by_id, math.inf))
         # a worker that has spilled between the two reads has trimmed its log
         await filler.fill({}, {name: math.inf for name, stream in by_id.items() if stream.has_gap})
     return streams
 
 
-async def read_states(pool: Pool, answer: HttpAnswer) -> list[Committed]:
+async def read_states(admitted: Admitted) -> list[Committed]:
     """The state of each choice, without its tokens. Raises ApiError (503)."""
-    names = [choice.request_id for choice in answer.choices()]
+    names = dict.fromkeys(choice.request_id for choice in admitted.answer.choices())
     async with asking_broker():
-        return [*(await read_slice(pool.client, dict.fromkeys(names), of_ended=False)).values()]
+        return [*(await read_slice(admitted.pool.client, names, of_ended=False)).values()]
 
 
 async def become_reader(pool: Pool, streams: Sequence[Stream], connection: int | None = None) -> int:

@@ -38,7 +38,6 @@ from api.protocols.protocol import errors_of, row_of
 from api.protocols.responses import fields_of, read_response, render_response
 from api.protocols.table import protocol_of
 from api.requests import request_scripts
-from api.requests.pool import Pool
 from api.requests.request_scripts import delete_ended
 from api.requests.service_terms import REQUEST_ID_HEADER, answer_id, own_pool
 from api.resume import attach
@@ -57,7 +56,7 @@ READ_AGAIN_S, READ_PAUSE_S = 2.0, 0.1
 """How long and how often an answer is read again that has fewer frames than its client says."""
 
 
-async def read_rest(pool: Pool, answer: HttpAnswer, channel: str, num_seen: int) -> Reader | None:
+async def read_rest(admitted: Admitted, num_seen: int) -> Reader | None:
     """The answer with the frames that the client does not have yet; None if it has all.
 
     A read may miss tokens that are being moved, from a log to a string or to another worker. So an answer is
@@ -65,9 +64,9 @@ async def read_rest(pool: Pool, answer: HttpAnswer, channel: str, num_seen: int)
 
     Raises ApiError: 410, 422 if fewer frames than that are committed, 424, 503.
     """
-    end_s = time.monotonic() + READ_AGAIN_S
+    answer, end_s = admitted.answer, time.monotonic() + READ_AGAIN_S
     while True:
-        streams = await attach.read_committed(pool, answer, channel)
+        streams = await attach.read_committed(admitted)
         frames = RestOfFeed(protocol_of(answer.route).renderer(answer, streams).frames(), num_seen)
         await frames.prepare()
         failure = next((one.terminal for one in streams if one.terminal and not one.finished), None)
@@ -87,7 +86,7 @@ async def read_rest(pool: Pool, answer: HttpAnswer, channel: str, num_seen: int)
         frames.first = await anext(frames.source, [])
         if not frames.first:
             return None
-    return Reader(pool, answer, streams, 0, num_seen, frames)
+    return Reader(admitted.pool, answer, streams, 0, num_seen, frames)
 
 
 async def go_on(readers: Sequence[Reader], merged: MergedFeed | None = None) -> TokenStream:
@@ -143,7 +142,7 @@ async def resume_stream(
     The path is in the header `content-location` of the first response. Another connection with the same
     answer ends. A POST with `Last-Event-ID`, and the request's id in `x-request-id`, does the same.
     """
-    found = await read_rest(*await find_streamed(request, request_id), int(last_event_id))
+    found = await read_rest(await find_streamed(request, request_id), int(last_event_id))
     return await go_on([found]) if found else Response(status_code=204)
 
 
@@ -229,7 +228,7 @@ async def find_rest(request: Request, name: str, num_seen: int) -> Reader | None
     if not admitted.answer.numbered:
         why = "its client must have asked to come back (`resume_s`, `detached`)"
         raise invalid(f"`streams`: the frames of {name} have no numbers: {why}")
-    return await read_rest(*admitted, num_seen)
+    return await read_rest(admitted, num_seen)
 
 
 # --- the state of a request ---------------------------------------------------------------------------------
@@ -277,7 +276,7 @@ async def show_request(request: Request, request_id: RequestId) -> Response:
     one, itself included; tenants take turns, so it may start sooner.
     """
     own = await find_request(request, request_id)
-    streams, states = await attach.read_committed(*own), await read_states(own)
+    streams, states = await attach.read_committed(own), await read_states(own)
     position = await read_position(own) if earliest(states) == "queued" else None
     return render_request(own.answer, streams, states, position)
 
@@ -292,7 +291,7 @@ async def cancel_request(request: Request, request_id: RequestId) -> Response:
     request that has ended stays as it is. Returns its state, with the number of tokens before the cancel.
     """
     own = await find_request(request, request_id)
-    streams = await attach.read_committed(*own)
+    streams = await attach.read_committed(own)
     async with asking_broker():
         outcomes = [
             await request_scripts.cancel_request(own.pool.client, choice.request_id)
@@ -318,7 +317,7 @@ async def read_states(admitted: Admitted, is_cancelled: bool = False) -> list[st
     """The state of each choice. A reader deletes choices that have ended: a deleted choice has finished, or
     was cancelled if the request `is_cancelled`. Raises ApiError: 503, and 404 if all choices have finished.
     """
-    states = await attach.read_states(admitted.pool, admitted.answer)
+    states = await attach.read_states(admitted)
     if not is_cancelled and not any(state.known for state in states):
         raise unknown_request(admitted.answer.request_id)
     deleted = "cancelled" if is_cancelled else "finished"
@@ -388,7 +387,7 @@ async def check_repeated(request: Request) -> None:
         return
     if (admitted := await find_own(request, answer_id(request))) is None:
         return
-    states = await attach.read_states(admitted.pool, admitted.answer)
+    states = await attach.read_states(admitted)
     if not all(state.known for state in states):
         return
     if all(state.terminal in ("", *FINISHED) for state in states):
@@ -418,13 +417,13 @@ async def respond(request: Request, request_id: str) -> Response:
     check_same(request, admitted.answer.terms.body)
     pool, answer, _ = admitted
     if answer.streamed:
-        found = await read_rest(*admitted, 0)
+        found = await read_rest(admitted, 0)
         assert found is not None, "every stream has a frame"
         return await go_on([found])
     if answer.response is not None and fields_of(answer)["background"]:
         return json_response(await render_response(admitted, await read_response(admitted)))
-    await run_until_one_ends(wait_for_end(pool, answer), client_gone(request))
-    streams = await attach.read_committed(*admitted)
+    await run_until_one_ends(wait_for_end(admitted), client_gone(request))
+    streams = await attach.read_committed(admitted)
     if not all(stream.finished for stream in streams):
         raise lost()
     arrived_s = time.monotonic() - attach.age_s(pool, answer)
@@ -448,12 +447,12 @@ def lost() -> ApiError:
     return unavailable("the answer to the earlier request with this key has just expired: ask again")
 
 
-async def wait_for_end(pool: Pool, answer: HttpAnswer) -> None:
+async def wait_for_end(admitted: Admitted) -> None:
     """Wait until all choices have ended, without becoming their reader: the earlier request may have one.
     Raises ApiError (503) if the answer is gone meanwhile, or failed: the next repetition is served anew.
     """
     while True:
-        states = await attach.read_states(pool, answer)
+        states = await attach.read_states(admitted)
         if not all(state.known for state in states):
             raise lost()
         if not all(state.terminal in ("", *FINISHED) for state in states):
