@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -153,6 +153,25 @@ def refuse(*cases: tuple[object, *tuple[str, ...]]) -> None:
     for is_there, *about in cases:
         if is_there:
             raise invalid(*about)
+
+
+def text_of(given: Mapping[str, Any], key: str, place: str) -> str:
+    """A value of the object at this place, which must be a string. Raises ApiError."""
+    value = given.get(key)
+    if not isinstance(value, str):
+        raise invalid(f"`{place}.{key}` must be a string")
+    return value
+
+
+def not_one_of(field: str, allowed: Iterable[str], given: object) -> ApiError:
+    """What is wrong with a field that has none of the values that it may have."""
+    return invalid(f"`{field}` must be one of {', '.join(allowed)}. Given: {quoted(given)}")
+
+
+def check_most(field: str, given: int, most: int) -> None:
+    """Raises ApiError (422) for a number beyond its limit."""
+    if given > most:
+        raise invalid(f"`{field}` must be at most {most}. Given: {quoted(given)}")
 
 
 def too_long(detail: str, param: str, max_total_tokens: int) -> ApiError:

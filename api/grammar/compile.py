@@ -30,7 +30,7 @@ from typing import Any
 import llguidance
 import setproctitle
 
-from api.errors import ApiError, cut, internal_error, invalid, quoted
+from api.errors import ApiError, cut, internal_error, invalid, not_one_of
 from api.grammar.lark import WHITESPACE, Lark, SpecialIds, enforced, literal, to_lark
 from api.json import parse_text
 from api.prompts.tokenizer import ModelTokenizer
@@ -181,8 +181,7 @@ def type_of(value: Any, kinds: Collection[str], place: str) -> str:
     """The `type` of an object, which is one of these. Raises ApiError."""
     kind = an_object(value, place).get("type")
     if not isinstance(kind, str) or kind not in kinds:
-        place = f"{place}.type"
-        raise invalid(f"`{place}` must be one of {', '.join(kinds)}. Given: {quoted(kind)}")
+        raise not_one_of(f"{place}.type", kinds, kind)
     return kind
 
 

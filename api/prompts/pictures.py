@@ -15,7 +15,7 @@ from urllib.parse import unquote_to_bytes, urljoin
 
 import httpcore
 
-from api.errors import ApiError, asking_broker, invalid, overloaded, quoted
+from api.errors import ApiError, asking_broker, invalid, not_one_of, overloaded, quoted
 from api.outbound import DEFAULT_PORTS, PublicHosts, TargetUrl, UrlError, is_address, is_allowed, read_url
 from api.prompts.chat_template import Rendered
 from api.prompts.picture_layouts import PictureLayout, expanded, placed
@@ -69,7 +69,7 @@ def read_part(part: Mapping[str, Any], field: str) -> PictureSource:
     if not isinstance(given, str):
         raise invalid(f"`{name}` must be a string, the URL of a picture")
     if detail is not None and detail not in DETAILS:
-        raise invalid(f"`{field}.detail` must be one of {', '.join(DETAILS)}. Given: {quoted(detail)}")
+        raise not_one_of(f"{field}.detail", DETAILS, detail)
     return PictureSource(given, name)
 
 

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from api.answers.answer import HttpAnswer
 from api.answers.scanner import CallArguments, ContentDelta, Delta, ReasoningDelta
-from api.errors import ApiError, anthropic, failed, invalid, quoted
+from api.errors import anthropic, failed, invalid, not_one_of, quoted, text_of
 from api.event_loop import offload
 from api.http.body import UnsupportedFields, reject_unsupported, schema_error
 from api.http.openapi import ANTHROPIC, CAUSES, Shape, answer, error_responses, event_stream, json_body
@@ -337,6 +337,8 @@ def to_messages(body: CountTokensRequest) -> list[dict[str, Any]]:
 
 NEEDED = {"text": ["text"], "tool_use": ["id", "name", "input"], "tool_result": ["tool_use_id"]}
 """Types of blocks → the fields that they must have."""
+ASSISTANTS = ("text", "thinking", "redacted_thinking", "tool_use")
+"""Types of the blocks of an assistant's turn."""
 
 
 def named_blocks(content: str | Sequence[InputBlock], name: str) -> list[NamedBlock]:
@@ -358,7 +360,7 @@ def system_text(blocks: Iterable[NamedBlock]) -> str:
     texts = []
     for name, block in blocks:
         if block.type != "text":
-            raise unknown_block(block, name, "text")
+            raise not_one_of(f"{name}.type", ["text"], block.type)
         texts.append(BILLING_HEADER.sub("", block.text or ""))
     return "\n".join(text for text in texts if text)
 
@@ -407,7 +409,7 @@ def assistant_message(blocks: Iterable[NamedBlock]) -> dict[str, Any]:
                 called = {"name": block.name, "arguments": block.input}
                 calls.append({"id": block.id, "type": "function", "function": called})
             case _:
-                raise unknown_block(block, name, "text, thinking, redacted_thinking, tool_use")
+                raise not_one_of(f"{name}.type", ASSISTANTS, block.type)
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if thinking:
         message["reasoning_content"] = thinking
@@ -421,24 +423,16 @@ def to_part(block: InputBlock, name: str) -> ChatPart:
         case "text", _:
             return {"type": "text", "text": block.text}
         case "document", "text":
-            return {"type": "text", "text": source_value(source, "data", name)}
+            return {"type": "text", "text": text_of(source, "data", f"{name}.source")}
         case "image", "url":
-            return {"type": "image_url", "image_url": {"url": source_value(source, "url", name)}}
+            return {"type": "image_url", "image_url": {"url": text_of(source, "url", f"{name}.source")}}
         case "image", "base64":
-            kind, data = (source_value(source, key, name) for key in ("media_type", "data"))
+            kind, data = (text_of(source, key, f"{name}.source") for key in ("media_type", "data"))
             return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
         case ("image" | "document") as kind, _:
-            allowed = "base64, url" if kind == "image" else "text"
-            field = f"{name}.source.type"
-            raise invalid(f"`{field}` must be one of {allowed}. Given: {quoted(source.get('type'))}")
-    raise unknown_block(block, name, "text, image, document, tool_result")
-
-
-def source_value(source: Mapping[str, Any], key: str, name: str) -> str:
-    value = source.get(key)
-    if not isinstance(value, str):
-        raise invalid(f"`{name}.source.{key}` must be a string")
-    return value
+            allowed = ["base64", "url"] if kind == "image" else ["text"]
+            raise not_one_of(f"{name}.source.type", allowed, source.get("type"))
+    raise not_one_of(f"{name}.type", ["text", "image", "document", "tool_result"], block.type)
 
 
 def join_parts(parts: Iterable[ChatPart]) -> str | list[ChatPart]:
@@ -452,11 +446,6 @@ def join_parts(parts: Iterable[ChatPart]) -> str | list[ChatPart]:
     if all(part["type"] == "text" for part in joined):
         return "".join(part["text"] for part in joined)
     return joined
-
-
-def unknown_block(block: InputBlock, name: str, allowed: str) -> ApiError:
-    field = f"{name}.type"
-    return invalid(f"`{field}` must be one of {allowed}. Given: {quoted(block.type)}")
 
 
 # --- answers ------------------------------------------------------------------------------------------------

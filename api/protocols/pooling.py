@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field
 from tokenizers import Encoding, Tokenizer
 
 from api.answers.answer import HttpAnswer, VectorAnswer
-from api.errors import invalid, openai, quoted, too_long, unavailable
+from api.errors import check_most, invalid, openai, too_long, unavailable
 from api.event_loop import Pace
 from api.http.body import reject_unsupported
 from api.http.openapi import OPENAI_ERRORS, POOLING, Responses, Shape, only
@@ -206,8 +206,7 @@ async def ask_for(
     pool, pooling, pace = context.pool, pooling_of(context), Pace()
     context.check_number(len(inputs), name)
     most, cut_to = pool.workers.limits.max_input_tokens, body.truncate_prompt_tokens
-    if cut_to is not None and cut_to > most:
-        raise invalid(f"`truncate_prompt_tokens` must be at most {most}. Given: {quoted(cut_to)}")
+    check_most("truncate_prompt_tokens", cut_to or 0, most)
     requests: list[Generate] = []
     for one in inputs:
         ids, pair_start = await encode(pool, pooling, one, body, most if cut_to == -1 else cut_to)
@@ -406,12 +405,11 @@ async def read_embedding(parsed: EmbeddingRequest, context: Context) -> HttpAnsw
     own, name = pooling_of(context), context.pool.settings.model_name
     if own.kind != EMBED:
         raise invalid(f"`{name}` is {own.label}, and {context.route} needs an embedding model", "model")
-    if (dimensions := parsed.dimensions) is not None and dimensions > own.size:
-        raise invalid(f"`dimensions` must be at most {own.size}. Given: {dimensions}")
+    check_most("dimensions", dimensions := parsed.dimensions or 0, own.size)
     shown = VectorAnswer(
         AS_EMBEDDINGS,
         base64=parsed.encoding_format == "base64",
-        dimensions=dimensions or 0,
+        dimensions=dimensions,
         normalized=parsed.normalize is not False,
     )
     return await ask_for(context, listed_inputs(parsed.input, "input"), parsed, "input", shown)

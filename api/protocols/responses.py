@@ -15,7 +15,7 @@ from starlette.requests import Request
 from api.answers.answer import HttpAnswer, ResponseParts
 from api.answers.logprobs import chat_logprobs
 from api.answers.scanner import CallArguments, ContentDelta, ReasoningDelta, is_json_text
-from api.errors import ApiError, cut, failed, invalid, quoted, refuse
+from api.errors import ApiError, cut, failed, invalid, not_one_of, quoted, refuse, text_of
 from api.event_loop import offload
 from api.http.body import UnsupportedFields, reject_unsupported, schema_error
 from api.http.openapi import Shape, event_stream
@@ -236,8 +236,7 @@ def read_item(given: Mapping[str, Any], name: str, request_id: str, i: int, sees
     if kind == "item_reference":
         return {"type": kind, "id": text_of(given, "id", name)}
     if kind not in ID_PREFIXES:
-        allowed = ", ".join((*ID_PREFIXES, "item_reference"))
-        raise invalid(f"`{name}.type` must be one of {allowed}. Given: {quoted(kind)}")
+        raise not_one_of(f"{name}.type", (*ID_PREFIXES, "item_reference"), kind)
     if given.get("id") is not None:
         text_of(given, "id", name)
     head = {
@@ -273,7 +272,7 @@ def kind_of(given: Mapping[str, Any]) -> str:
 def read_message(given: Mapping[str, Any], name: str, sees: bool) -> Item:
     role = given.get("role")
     if role not in ROLES:
-        raise invalid(f"`{name}.role` must be one of {', '.join(ROLES)}. Given: {quoted(role)}")
+        raise not_one_of(f"{name}.role", ROLES, role)
     content, kind = given.get("content"), "output_text" if role == "assistant" else "input_text"
     if isinstance(content, str):
         return {"role": role, "content": [new_part(content, kind)]}
@@ -300,14 +299,6 @@ def read_part(given: Mapping[str, Any], name: str, kind: str, sees: bool) -> dic
 
 def new_part(text: str, kind: str) -> dict[str, Any]:
     return {"type": kind, "text": text} | ({"annotations": []} if kind == "output_text" else {})
-
-
-def text_of(given: Mapping[str, Any], key: str, name: str) -> str:
-    """A field that must be a string. Raises ApiError."""
-    value = given.get(key)
-    if not isinstance(value, str):
-        raise invalid(f"`{name}.{key}` must be a string")
-    return value
 
 
 def join_text(content: str | Sequence[Mapping[str, Any]]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from api.answers.answer import Rendering
-from api.errors import ApiError, invalid, quoted, refuse, too_long, unavailable
+from api.errors import ApiError, check_most, invalid, quoted, refuse, too_long, unavailable
 from api.event_loop import offload
 from api.grammar.compile import Grammar, compile_grammar
 from api.prompts.chat_template import Rendered
@@ -304,8 +304,7 @@ def check(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -
             raise invalid(f"`{name}` is not served with an encoder-decoder model")
     most = settings.max_top_n_tokens
     for name in ("top_n_tokens", "prompt_logprobs"):
-        given = params.value(name) or 0
-        refuse((given > most, f"`{name}` must be at most {most}. Given: {quoted(given)}"))
+        check_most(name, params.value(name) or 0, most)
     check_beams(params, limits)
     check_ranks(params, limits)
 
@@ -327,9 +326,7 @@ def with_truncate(params: GenerationParams, limits: Limits) -> GenerationParams:
 async def encode_prompt(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -> list[int]:
     """The prompt's token ids; the last `truncate` ones where that is given. Raises ApiError."""
     field = "prompt" if params.prompt_ids is None else "prompt_ids"
-    if params.truncate is not None and params.truncate > limits.max_input_tokens:
-        words = f"must be at most {limits.max_input_tokens}. Given: {quoted(params.truncate)}"
-        raise invalid(f"`truncate` {words}")
+    check_most("truncate", params.truncate or 0, limits.max_input_tokens)
     if params.prompt_ids is not None:
         ids = params.prompt_ids
     elif params.prompt is not None and params.prompt.guarded:
@@ -367,8 +364,7 @@ def max_new_tokens(params: GenerationParams, num_prompt_tokens: int, limits: Lim
             limits.max_total_tokens,
         )
     most = most or min(room, max(1, most_of_beams(params, num_prompt_tokens, limits)))
-    if least > most:
-        raise invalid(f"`min_new_tokens` must be at most {most}. Given: {quoted(least)}")
+    check_most("min_new_tokens", least, most)
     return most
 
 
@@ -459,8 +455,8 @@ def check_ranks(params: GenerationParams, limits: Limits) -> None:
     logits = params.return_context_logits or params.return_generation_logits
     needs_logprobs = "`n` above 1 compares log-probabilities: `logprobs_mode` must not be logits"
     needs_sampling = f"`n` above 1 needs sampling: set one of `do_sample`, {SWITCH_NAMES}"
+    check_most("n", params.n, most)
     refuse(
-        (params.n > most, f"`n` must be at most {most}. {given}"),
         (not draws(params), needs_sampling, "n"),
         (params.seed is not None, "`seed` must not be set when `n` is above 1"),
         (params.sampling.report_logits, needs_logprobs, "n"),
