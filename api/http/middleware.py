@@ -10,7 +10,7 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
@@ -36,7 +36,6 @@ from common.messages.events import Terminal
 from common.metrics import catalogue
 from common.process.logs import REQUEST_ID, TRACEPARENT
 from common.tracing import (
-    Attributes,
     Kind,
     SpanEvent,
     TraceSpan,
@@ -345,37 +344,34 @@ ROOT, GENERATION = "request", "generation"
 """What the two spans are about, for their ids."""
 
 
+@dataclass(slots=True)
 class RequestTrace:
     """A trace that is sampled, and one request in it.
 
     Attributes:
-        generation: the inner span's name, as `traceparent`.
         attributes, events, generation_attributes: what is known so far of both spans.
         error, generation_error: why they failed.
     """
 
-    def __init__(self, start: AnswerTrace, name: str, kind: Kind, inner_name: str, known: Attributes) -> None:
-        self.start = start
-        self.name = name
-        self.kind = kind
-        self.inner_name = inner_name
-        self.generation = derive_span(start.root, GENERATION)
-        self.attributes: dict[str, Value] = {**known}
-        self.events: list[SpanEvent] = []
-        self.generation_attributes: dict[str, Value] = {}
-        self.error = ""
-        self.generation_error = ""
+    start: AnswerTrace
+    name: str
+    kind: Kind
+    inner_name: str
+    attributes: dict[str, Value]
+    events: list[SpanEvent] = field(default_factory=list)
+    generation_attributes: dict[str, Value] = field(default_factory=dict)
+    error: str = ""
+    generation_error: str = ""
 
     @classmethod
     def begin(
         cls,
         key: str,
         headers: dict[str, str],
-        *,
         name: str,
         kind: Kind,
         inner_name: str,
-        attributes: Attributes,
+        attributes: dict[str, Value],
         started_ns: int = 0,
     ) -> Self | None:
         """The trace that the headers name, or else a new one, which this task is in from now on; None if it
@@ -388,11 +384,15 @@ class RequestTrace:
             return None
         trace_id, parent_id = sampled
         root = derive_span(span_name(trace_id, parent_id or "0" * 16), ROOT, key)
-        made = cls(
-            AnswerTrace(root, parent_id, started_ns or time.time_ns()), name, kind, inner_name, attributes
-        )
+        start = AnswerTrace(root, parent_id, started_ns or time.time_ns())
+        made = cls(start, name, kind, inner_name, attributes)
         TRACEPARENT.set(made.generation)
         return made
+
+    @property
+    def generation(self) -> str:
+        """The inner span's name, as `traceparent`."""
+        return derive_span(self.start.root, GENERATION)
 
     def export(self) -> None:
         """Export both spans, which end now."""
@@ -408,14 +408,8 @@ class RequestTrace:
 def begin_trace(scope: Scope, span: str) -> RequestTrace | None:
     """The trace of a request for tokens; `span` is the name of the inner one. None if it is not sampled."""
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-    return RequestTrace.begin(
-        scope["state"]["request_id"],
-        headers,
-        name=f"POST {scope['path']}",
-        kind="SERVER",
-        inner_name=span,
-        attributes=http_attributes(scope, headers),
-    )
+    name, known = f"POST {scope['path']}", http_attributes(scope, headers)
+    return RequestTrace.begin(scope["state"]["request_id"], headers, name, "SERVER", span, known)
 
 
 def inherit_trace(scope: Scope, answer: HttpAnswer, span: str) -> None:
