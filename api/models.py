@@ -34,7 +34,7 @@ from api.protocols.chat import ChatRequest, read_chat
 from api.protocols.tgi import TokenizeRequest
 from api.requests.fields import Listed, Strict, Whole, optional
 from api.requests.pool import Pool, names_own
-from api.requests.service_terms import own_pool, pool_for, pools_of, read_body
+from api.requests.service_terms import own_pool, pool_for, pools_of
 from api.requests.validate import GenerationParams, check, check_ids, show_pictures
 from common.adapters import PoolAdapter
 
@@ -326,7 +326,7 @@ async def chat_tokenize(request: Request) -> Response:
     """Returns the prompt that /v1/chat/completions makes of the same body, and its tokens. The prompt may be
     longer than the model's context.
     """
-    chat = await read_body(request, ChatRequest)
+    chat = await body.read(request, ChatRequest, own_pool(request).max_body_bytes)
     pool = await pool_for(request, chat.model)
     prompt = await shown_prompt(await read_chat(chat, pool), pool)
 

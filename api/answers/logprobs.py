@@ -65,8 +65,8 @@ def chat_logprobs(stream: Stream, tokens: Iterable[int], by_id: bool = False) ->
 
 
 def token_logprob(stream: Stream, token_id: int, logprob: float, by_id: bool) -> dict[str, Any]:
-    name = token_name(stream, token_id, by_id)
-    return {"token": name, "logprob": finite(logprob), "bytes": [*bytes_of(stream, token_id)]}
+    shown, name = token_bytes(stream.tokenizer.backend, token_id), token_name(stream, token_id, by_id)
+    return {"token": name, "logprob": finite(logprob), "bytes": [*shown]}
 
 
 def completion_logprobs(
@@ -122,14 +122,11 @@ def prompt_logprobs(stream: Stream, num_tops: int) -> list[dict[str, dict[str, A
     return found
 
 
-def bytes_of(stream: Stream, token_id: int) -> bytes:
-    """The bytes of a token."""
-    return token_bytes(stream.tokenizer.backend, token_id)
-
-
 def token_name(stream: Stream, token_id: int, by_id: bool = False) -> str:
     """A token's text; with `by_id` its id, as vLLM writes it for tokens whose bytes are no text."""
-    return f"token_id:{token_id}" if by_id else bytes_of(stream, token_id).decode(errors="replace")
+    if by_id:
+        return f"token_id:{token_id}"
+    return token_bytes(stream.tokenizer.backend, token_id).decode(errors="replace")
 
 
 def finite(logprob: float) -> float:

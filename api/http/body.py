@@ -122,10 +122,12 @@ async def read_chunks(request: Request, max_bytes: int, too_large: ApiError) -> 
 
 
 async def read_bytes(request: Request, max_bytes: int) -> bytes:
-    """The body. Raises ApiError (413)."""
+    """The body, whose digest is noted if its request may be repeated. Raises ApiError (413)."""
     too_large = ApiError(413, "payload_too_large", f"The body is larger than {max_bytes} bytes")
     whole = b"".join([chunk async for chunk in read_chunks(request, max_bytes, too_large)])
-    await note_body(request, whole)
+    if IDEMPOTENCY_KEY in request.headers and not noted_digest(request):
+        # with the path that the client called, whatever route serves it in the end
+        request.state.body_digest = await offload(len(whole), partial(digest_of, request.url.path, whole))
     return whole
 
 
@@ -181,14 +183,6 @@ def idempotency_key(request: Request) -> str:
         text = f"`{IDEMPOTENCY_KEY}` must have 1 to 255 ASCII characters, without spaces. "
         raise ApiError(400, "validation", f"{text}Given: {quoted(given)}", IDEMPOTENCY_KEY)
     return key
-
-
-async def note_body(request: Request, data: bytes) -> None:
-    """Note the digest of a body that was read, if its request may be repeated: with the path that the client
-    called, whatever route serves it in the end.
-    """
-    if IDEMPOTENCY_KEY in request.headers and not noted_digest(request):
-        request.state.body_digest = await offload(len(data), partial(digest_of, request.url.path, data))
 
 
 def noted_digest(request: Request) -> str:

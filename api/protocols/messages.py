@@ -16,7 +16,7 @@ from api.answers.answer import HttpAnswer
 from api.answers.scanner import CallArguments, ContentDelta, Delta, ReasoningDelta
 from api.errors import anthropic, failed, invalid, not_one_of, quoted, text_of
 from api.event_loop import offload
-from api.http.body import UnsupportedFields, reject_unsupported, schema_error
+from api.http.body import UnsupportedFields, read, reject_unsupported, schema_error
 from api.http.openapi import ANTHROPIC, CAUSES, Shape, answer, error_responses, event_stream, json_body
 from api.json import json_response
 from api.models import shown_prompt
@@ -45,7 +45,7 @@ from api.requests.fields import (
     with_one_error,
 )
 from api.requests.pool import Pool
-from api.requests.service_terms import pool_for, read_body, read_service, read_terms, request_id
+from api.requests.service_terms import own_pool, pool_for, read_service, read_terms, request_id
 from api.requests.validate import GenerationParams
 from api.webhooks import WebhookField
 from common.messages.events import Terminal
@@ -602,7 +602,7 @@ MESSAGES = Protocol(
 )
 async def count_tokens(request: Request) -> Response:
     """Counts the tokens of the prompt that the same body makes at /v1/messages; nothing is generated."""
-    body = await read_body(request, CountTokensRequest)
+    body = await read(request, CountTokensRequest, own_pool(request).max_body_bytes)
     pool = await pool_for(request, body.model)
     read_service(request, body.priority, body.service_tier)
     read_terms(request, request_id(request), True, body.resume_s, None)

@@ -7,7 +7,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, cast
 
 from pydantic import Field, TypeAdapter, ValidationError
 from starlette.requests import Request
@@ -19,7 +19,7 @@ from api.http import body
 from api.http.auth import key_of, sent_key
 from api.http.body import idempotency_key
 from api.http.openapi import header
-from api.requests.fields import NO_CLASS, RESUMES, TIERS, ClassName, ServedFields
+from api.requests.fields import NO_CLASS, RESUMES, TIERS, ClassName
 from api.requests.pool import Pool
 from api.requests.registry import PoolRegistry
 from common.adapters import adapter_name
@@ -247,9 +247,6 @@ def answer_id(request: Request) -> str:
 # --- which pool ---------------------------------------------------------------------------------------------
 
 
-Shape = TypeVar("Shape", bound=ServedFields)
-
-
 def pools_of(request: Request) -> PoolRegistry:
     return cast(PoolRegistry, request.app.state.pools)
 
@@ -257,11 +254,6 @@ def pools_of(request: Request) -> PoolRegistry:
 def own_pool(request: Request) -> Pool:
     """The gateway's own pool, whatever model the request names."""
     return pools_of(request).own
-
-
-async def read_body(request: Request, shape: type[Shape]) -> Shape:
-    """The body of a route that names a model. Raises ApiError."""
-    return await body.read(request, shape, own_pool(request).max_body_bytes)
 
 
 async def pool_for(request: Request, model: str | None = None) -> Pool:
