@@ -109,7 +109,7 @@ def answer_source(
     found = [lark.nest(calls, "calls")] if calls else []
     if text:
         answer = lark.nest(text, "text")
-        found.append(message_of(lark, ["final"], answer) if is_harmony else answer)
+        found += [message_of(lark, ["final"], answer) if is_harmony else answer]
     return lark.source(f"{thinking} {one_of(found)}")
 
 

@@ -4,7 +4,6 @@ The channel to the keeper, which a gateway that was started alone lacks; and wha
 
 import asyncio
 import contextlib
-import functools
 import io
 import logging
 import os
@@ -24,6 +23,7 @@ from common.messages.kept_answer import (
     KeptAnswer,
     received,
 )
+from common.process.logs import warn_once
 
 log = logging.getLogger(__name__)
 
@@ -261,7 +261,7 @@ class AnswerSocket:
         try:
             base = bytes_written(self.cycle.transport.get_extra_info("socket"))
         except OSError as error:
-            warn_once(f"streams end with this gateway: {error}")
+            warn_once(log, f"streams end with this gateway: {error}")
             return
         headers = [(name, value) for name, value in scope["headers"] if name in KEPT_HEADERS]
         self.answer = replace(kept, base=base, headers=headers, http_version=scope["http_version"])
@@ -297,7 +297,9 @@ class AnswerSocket:
                     await self.channel.send(KeeperMessage(keep=answer), beside)
         except (OSError, TimeoutError) as error:
             if self.channel.is_open:  # else the whole fleet ends, and the launcher has closed it
-                warn_once(f"a stream ends with this gateway: {error or 'the socket keeper does not read'}")
+                warn_once(
+                    log, f"a stream ends with this gateway: {error or 'the socket keeper does not read'}"
+                )
             await self.drop()
 
     async def drop(self) -> None:
@@ -400,11 +402,6 @@ def position(transport: Any, answer: KeptAnswer) -> int | None:
         return None
     buffered: int = transport.get_write_buffer_size()
     return written + buffered - answer.base
-
-
-@functools.cache
-def warn_once(text: str) -> None:
-    log.warning("%s", text)
 
 
 def socket_of(scope: Scope) -> AnswerSocket:

@@ -8,7 +8,6 @@ with TGI's `tool_prompt` get them where TGI puts them, at the end of the last me
 """
 
 import contextlib
-import functools
 import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -41,6 +40,7 @@ from api.protocols.protocol import Context
 from api.requests.fields import Listed, SamplingFields, Strict, optional, with_one_error
 from api.requests.pool import Pool
 from api.requests.validate import GenerationParams, check_generates
+from common.process.logs import warn_once
 from common.settings.ranges import least
 
 log = logging.getLogger(__name__)
@@ -466,7 +466,8 @@ def render_prompt(
         template, text = template.for_tools, body.tool_prompt or ""
         listed = tools.tools if template.takes_tools else None
         if listed is None:
-            note_missing_tools()
+            words = "the prompt has them as text, before the first message"
+            warn_once(log, f"the chat template has no tools: {words}")
             shown = json.dumps(tools.tools, ensure_ascii=False, separators=(",", ":"))
             text = f"{shown}\n{text or TOOL_PROMPT}"
     messages = known_calls(messages, template)
@@ -504,11 +505,6 @@ def with_text(
     texts = (content, text) if at_end else (text, content)
     changed[place] = {**changed[place], "content": "\n---\n".join(texts)}
     return changed
-
-
-@functools.cache
-def note_missing_tools() -> None:
-    log.warning("the chat template has no tools: the prompt has them as text, before the first message")
 
 
 # --- earlier calls ------------------------------------------------------------------------------------------
@@ -610,31 +606,29 @@ async def read_chat(body: ChatRequest, pool: Pool) -> GenerationParams:
     tools, tokenizer = tool_choice(body), pool.tokenizer
     reasons = pool.reasoning_format is not None or pool.call_format.name == HARMONY
     if body.reasoning_effort not in (None, "none") and not reasons:
-        note_effort(pool.settings.model_name)
+        # frameworks send one to every model
+        warn_once(log, f"`reasoning_effort` has no effect: {pool.settings.model_name} does not reason")
     continues = continues_last_message(body, pool.settings.continue_final_message)
     size = CHARS_OF_MESSAGE * (len(body.messages) + (len(tools.tools) if tools else 0))
     prompt = await offload(size, lambda: render_prompt(body, tools, continues, tokenizer))
-    reading = None if continues else new_reading(body, pool, tools, prompt.text[-PROMPT_END_CHARS:])
-    may_force = tools is None or tools.is_promised or not pool.settings.disable_grammar_support
     asked = body.grammar()
-    if reading is not None:
-        reading = reading_beside(asked, tools, reading)
-    forced = await answer_grammar(asked, tools if may_force else None, reading, tokenizer)
+    reading = None if continues else new_reading(body, asked, pool, tools, prompt.text[-PROMPT_END_CHARS:])
+    may_force = tools is None or tools.is_promised or not pool.settings.disable_grammar_support
+    rendering = body.rendering(asked, reading=reading, logprobs=bool(body.logprobs))
     last, newer, prefix = body.messages[-1], body.max_completion_tokens, ""
     if body.echo and last.role == "assistant":  # the message that the model continues
         prefix = join_parts(last.content or "", "", may_refuse=True)
-    params = body.prompt_params(
+    return body.prompt_params(
         CHAT_NAMES if newer is None else CHAT_NAMES | {"max_new_tokens": "max_completion_tokens"},
         tokenizer.sampling_defaults,
-        asked,
-        replace(body.rendering, reading=reading, logprobs=bool(body.logprobs)),
+        grammar=await answer_grammar(asked, tools if may_force else None, reading, tokenizer),
+        rendering=rendering,
         prompt=prompt,
         pictures=picture_sources(body.messages),
         add_special_tokens=bool(body.add_special_tokens),
-        prompt_logprobs=body.rendering.prompt_tops,
+        prompt_logprobs=rendering.prompt_tops,
         prefix=prefix,
     )
-    return replace(params, grammar=forced)
 
 
 def chat_of(body: SamplingFields, messages: Sequence[Message], **own: Any) -> ChatRequest:
@@ -661,19 +655,15 @@ async def read_other(chat: ChatRequest, pool: Pool, names: Mapping[str, str]) ->
         raise
 
 
-@functools.cache
-def note_effort(model: str) -> None:
-    """Log, once for each model, that an effort has no effect: frameworks send one to every model."""
-    log.warning("`reasoning_effort` has no effect: %s does not reason", model)
-
-
-def new_reading(body: ChatRequest, pool: Pool, tools: ToolChoice | None, prompt_end: str) -> Reading | None:
+def new_reading(
+    body: ChatRequest, asked: Grammar | None, pool: Pool, tools: ToolChoice | None, prompt_end: str
+) -> Reading | None:
     """How the answer is read; None if all of it is content."""
     calls = pool.call_format.name if tools or pool.call_format.name == HARMONY else ""
     reasoning = pool.reasoning_format.name if pool.reasoning_format else ""
     if not (calls or reasoning):
         return None
-    return Reading(
+    reading = Reading(
         calls=calls,
         reasoning=reasoning,
         prompt_end=prompt_end,
@@ -683,6 +673,7 @@ def new_reading(body: ChatRequest, pool: Pool, tools: ToolChoice | None, prompt_
         is_older=bool(tools and tools.is_older),
         shows_reasoning=body.include_reasoning is not False,
     )
+    return reading_beside(asked, tools, reading)
 
 
 async def read_chat_completion(body: ChatRequest, context: Context) -> HttpAnswer:

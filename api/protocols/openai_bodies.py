@@ -181,9 +181,8 @@ class OpenAIRequest(ServedFields, BeamFields):
         given = [name for name in ("beam_width", "best_of") if getattr(self, name) is not None]
         return given[0] if given else "n"
 
-    @property
-    def rendering(self) -> Rendering:
-        """How the answer is rendered."""
+    def rendering(self, asked: Grammar | None, **own: Any) -> Rendering:
+        """How the answer is rendered, whose text the client asks to look so."""
         options = self.stream_options
         return Rendering(
             usage=bool(options and options.include_usage),
@@ -193,22 +192,18 @@ class OpenAIRequest(ServedFields, BeamFields):
             token_ids=bool(self.return_token_ids),
             names_by_id=bool(self.return_tokens_as_token_ids),
             prompt_tops=None if self.stream else self.prompt_logprobs,
+            is_json=asked is not None and asked.kind == "json",
+            **own,
         )
 
     def prompt_params(
-        self,
-        names: Mapping[str, str],
-        defaults: Mapping[str, Any],
-        grammar: Grammar | None,
-        rendering: Rendering,
-        **own: Any,
+        self, names: Mapping[str, str], defaults: Mapping[str, Any], **own: Any
     ) -> GenerationParams:
         """The parameters of a prompt: those that both routes have, and a route's `own`.
 
         Args:
             defaults: the model's. As in vLLM, its number of tokens is also the most that a request gets.
                 Those that draw tokens are not for a beam search.
-            grammar: what the client asks the text to look like.
         """
         beams = self.beam_params(self.search_width, self.n)
         unused = {"max_new_tokens", *(SWITCHES if beams else ())}
@@ -219,8 +214,6 @@ class OpenAIRequest(ServedFields, BeamFields):
             do_sample=beams is None,
             n=1 if self.n is None or beams else self.n,
             beams=beams,
-            grammar=grammar,
-            rendering=replace(rendering, is_json=grammar is not None and grammar.kind == "json"),
             **own,
         )
         given, most = params.stopping.max_new_tokens, defaults.get("max_new_tokens")
@@ -316,18 +309,20 @@ async def read_completion(body: CompletionRequest, context: Context) -> HttpAnsw
     """What a body of /v1/completions asks for. Raises ApiError."""
     prompts = read_prompts(body.prompt)
     context.check_number(len(prompts), "prompt")
-    tops = [body.rendering.prompt_tops, body.logprobs if body.echo else None]
+    asked, is_prompt_only = body.grammar(), body.shows_prompt_only
+    rendering = body.rendering(asked, logprobs=body.logprobs is not None, prompt_only=is_prompt_only)
+    tops = [rendering.prompt_tops, body.logprobs if body.echo else None]
     params = body.prompt_params(
         PROMPT_NAMES,
         context.pool.tokenizer.sampling_defaults,
-        body.grammar(),
-        replace(body.rendering, logprobs=body.logprobs is not None, prompt_only=body.shows_prompt_only),
+        grammar=asked,
+        rendering=rendering,
         prompt=None,
         prompt_ids=None,
         prompt_logprobs=max((number for number in tops if number is not None), default=None),
         prefix=None if body.echo else "",
     )
-    if body.shows_prompt_only:
+    if is_prompt_only:
         params = replace(params, stopping=replace(params.stopping, max_new_tokens=1))
     return await context.ask(
         [

@@ -6,6 +6,7 @@ traced: from REQUEST_ID and TRACEPARENT while a gateway serves the request, else
 a process, with its own streams in Redis.
 """
 
+import functools
 import json
 import logging
 import secrets
@@ -31,6 +32,12 @@ def next_incarnation(incarnation: str) -> str:
 def first_incarnation(incarnation: str) -> str:
     """Return the name that its launcher gave the process of an incarnation."""
     return incarnation.partition(".")[0]
+
+
+@functools.cache
+def warn_once(log: logging.Logger, text: str) -> None:
+    """Log a warning once in the life of this process."""
+    log.warning("%s", text)
 
 
 def plural(count: int, noun: str) -> str:
