@@ -41,25 +41,16 @@ HEADERS: Mapping[str, TypeAdapter[Any]] = {
     RESUME_HEADER: TypeAdapter(Annotated[float, Field(**RESUMES)]),
 }
 """Headers that say how a request is served → what they may be, which /docs shows."""
+DESCRIBED = {
+    PRIORITY: "The class of the request: `interactive` before `standard` (the default) before `batch`. Or "
+    "vLLM's number: below 0, 0, above 0.",
+    TENANT_NAME: "Whose request it is: tenants have fair shares. Default: the tenant of the API key. With "
+    "another than an admin's key, it must be that one.",
+    DEADLINE: "The request ends with an error if it is not finished after this many milliseconds. Default, "
+    "and the most: REQUEST_TIMEOUT_S.",
+}
 SERVICE_HEADERS = [
-    header(
-        PRIORITY,
-        "The class of the request: `interactive` before `standard` (the default) before `batch`. Or vLLM's "
-        "number: below 0, 0, above 0.",
-        **HEADERS[PRIORITY].json_schema(),
-    ),
-    header(
-        TENANT_NAME,
-        "Whose request it is: tenants have fair shares. Default: the tenant of the API key. With another "
-        "than an admin's key, it must be that one.",
-        **HEADERS[TENANT_NAME].json_schema(),
-    ),
-    header(
-        DEADLINE,
-        "The request ends with an error if it is not finished after this many milliseconds. Default, and "
-        "the most: REQUEST_TIMEOUT_S.",
-        **HEADERS[DEADLINE].json_schema(),
-    ),
+    *(header(name, words, **HEADERS[name].json_schema()) for name, words in DESCRIBED.items()),
     header(  # quotes around a key do not count
         "Idempotency-Key",
         "A random text, the same when the request is sent again: the answer is computed once, and each "
