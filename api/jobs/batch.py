@@ -271,28 +271,23 @@ def job_id_of(batch_id: str, number: int) -> str:
     return f"{batch_id}/{number}"
 
 
-def digest_of_id(custom_id: str) -> bytes:
-    """A digest of a custom id; a set of 50,000 takes some megabytes, however long the ids are."""
-    return hashlib.blake2b(custom_id.encode(), digest_size=12).digest()
-
-
 # --- answers ------------------------------------------------------------------------------------------------
 
 
-def render_answer(job_id: str, custom_id: str, status: int, answer: bytes) -> bytes:
-    """The line of the output or of the error file."""
+def render_line(
+    job_id: str, custom_id: str, status: int, answer: bytes, unserved: tuple[str, str] | None
+) -> bytes:
+    """The line of the output or of the error file.
+
+    Args:
+        unserved: code and message of a request that was not served; else None.
+    """
     response = {"status_code": status, "request_id": job_id, "body": orjson.Fragment(answer)}
-    return render_line(job_id, custom_id, response, None)
-
-
-def render_unserved(job_id: str, custom_id: str, code: str, message: str) -> bytes:
-    """The line of the error file of a request that was not served."""
-    return render_line(job_id, custom_id, None, {"code": code, "message": message})
-
-
-def render_line(job_id: str, custom_id: str, response: object, error: object) -> bytes:
+    ended: dict[str, Any] = {"response": response, "error": None}
+    if unserved is not None:
+        ended = {"response": None, "error": dict(zip(("code", "message"), unserved, strict=True))}
     name = f"batch_req_{job_id.removeprefix('batch_').replace('/', '_')}"
-    return orjson.dumps({"id": name, "custom_id": custom_id, "response": response, "error": error}) + b"\n"
+    return orjson.dumps({"id": name, "custom_id": custom_id, **ended}) + b"\n"
 
 
 # --- schemas ------------------------------------------------------------------------------------------------

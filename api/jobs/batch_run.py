@@ -8,6 +8,7 @@ name, together with the line and the offset after it: whoever goes on begins the
 import asyncio
 import contextlib
 import dataclasses
+import hashlib
 import logging
 import time
 from collections import deque
@@ -22,15 +23,13 @@ from api.jobs.batch import (
     Batch,
     BatchLine,
     choose_batches,
-    digest_of_id,
     job_id_of,
     line_fault,
     make_job,
     needed_files,
     read_batch,
     read_line,
-    render_answer,
-    render_unserved,
+    render_line,
 )
 from api.jobs.consumer import JobConsumer
 from api.jobs.files import FileStore, lines_of
@@ -229,7 +228,9 @@ class BatchRun:
             await pace.step()
             try:
                 line = read_line(text, self.batch.endpoint, self.pool.max_body_bytes)
-                if (digest := digest_of_id(line.custom_id)) in seen:
+                # a set of 50,000 takes some megabytes, however long the ids are
+                digest = hashlib.blake2b(line.custom_id.encode(), digest_size=12).digest()
+                if digest in seen:
                     why = "An earlier line has this `custom_id`."
                     raise line_fault("duplicate_custom_id", why, "custom_id")
                 seen.add(digest)
@@ -311,13 +312,11 @@ class BatchRun:
         """Wait for the answer to the next line, and add it to a buffer."""
         job_id = job_id_of(self.batch.id, one.number)
         status, answer = await one.answer
-        if self.ending and status >= 500:  # broken off: it is no fault of its own
-            text = render_unserved(job_id, one.line.custom_id, *WHY_ENDED[self.ending])
-        else:
-            text = render_answer(job_id, one.line.custom_id, status, answer)
+        is_cut = self.ending and status >= 500  # broken off: it is no fault of its own
+        unserved = WHY_ENDED[self.ending] if is_cut else None
         outcome, file = ("completed", "output") if status == 200 else ("failed", "error")
         BATCH_LINES.add(1, outcome)
-        self.buffers[file] += text
+        self.buffers[file] += render_line(job_id, one.line.custom_id, status, answer, unserved)
         self.answered.append(job_id)
         self.progress[outcome] += 1
         self.progress |= {"next_line": one.number, "offset": one.after}
