@@ -293,11 +293,11 @@ JSON = Syntax('"', "{[", "}]", re.compile(r"true|false|null|-?(0|[1-9][0-9]*)(\.
 PYTHON = Syntax("\"'", "{[(", "}])", re.compile(".+"))
 
 
-def read_value(scanner: Scanner, write: Write, syntax: Syntax = JSON, depth: int = 0) -> Waiting:
-    """Read a value, or the rest of one, from within this many brackets. False where the text is none, with
-    all before that place read; but brackets need not be of one kind, nor need objects have keys.
+def read_value(scanner: Scanner, write: Write, syntax: Syntax = JSON) -> Waiting:
+    """Read a value. False where the text is none, with all before that place read; but brackets need not be
+    of one kind, nor need objects have keys.
     """
-    may_begin = True  # a value, since none has come after the last bracket or comma
+    depth, may_begin = 0, True  # a value, since none has come after the last bracket or comma
     while char := (yield from scanner.char()):
         if depth and (char in SPACE or char in syntax.closing or (char in ",:" and not may_begin)):
             depth -= char in syntax.closing

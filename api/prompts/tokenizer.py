@@ -140,12 +140,6 @@ class ModelTokenizer:
         texts = {token_id: self.backend.id_to_token(token_id) for token_id in self.special_ids}
         return {text: token_id for token_id, text in texts.items() if text is not None}
 
-    def id_of(self, text: str) -> int | None:
-        """The id of the token that has this text; None if there is no such token."""
-        ids = self.encode(text, add_special_tokens=False)
-        is_one = len(ids) == 1 and self.text_of(ids) == text
-        return ids[0] if is_one else None
-
     def text_of(self, ids: Sequence[int]) -> str:
         """The text of token ids, control tokens included."""
         return str(self.backend.decode(ids, skip_special_tokens=False))

@@ -205,19 +205,6 @@ class SequenceChoice(Choice):
         return self.take_all()
 
 
-def new_choices(answer: HttpAnswer, streams: Sequence[Stream]) -> list[Choice]:
-    """The choices of an answer, in order.
-
-    Args:
-        streams: of its requests.
-    """
-    own = answer.rendering, answer.request_id
-    return [
-        (SequenceChoice if stream.request.beams else Choice)(i, stream, answer.prefix(i), *own)
-        for i, stream in enumerate(all_outputs(streams))
-    ]
-
-
 def hidden_ids(rendering: Rendering, stream: Stream) -> frozenset[int]:
     """Special tokens that the text leaves out: all but those that mark reasoning and calls in it."""
     if not rendering.skip_special:
@@ -249,7 +236,11 @@ class ChunkRenderer(Renderer):
 
     def __init__(self, answer: HttpAnswer, streams: Sequence[Stream]) -> None:
         super().__init__(answer, streams)
-        self.choices = new_choices(answer, streams)
+        own = answer.rendering, answer.request_id
+        self.choices = [
+            (SequenceChoice if stream.request.beams else Choice)(i, stream, answer.prefix(i), *own)
+            for i, stream in enumerate(all_outputs(streams))
+        ]
 
     def frames(self) -> Feed:
         """A frame's id is its number, counted from 1."""
