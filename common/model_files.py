@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +89,16 @@ def configured_eos_ids(path: Path) -> list[int]:
     return []
 
 
+def token_texts(config: Mapping[str, Any]) -> dict[str, str]:
+    """Tokens to which a tokenizer config gives names (`eos_token`): name → text. Each is a text there, or an
+    object with its `content`.
+    """
+    texts = {name: one.get("content") if isinstance(one, dict) else one for name, one in config.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str) and name.endswith("_token")}
+
+
 def tokenizer_eos_ids(path: Path) -> list[int]:
-    token = read_json(path / "tokenizer_config.json").get("eos_token")
-    text = token.get("content") if isinstance(token, dict) else token
+    text = token_texts(read_json(path / "tokenizer_config.json")).get("eos_token")
     return [item["id"] for item in added_tokens(path) if item["content"] == text]
 
 

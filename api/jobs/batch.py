@@ -92,10 +92,6 @@ class Batch:
         return None if seconds is None else self.made_ms / 1000 + seconds
 
     @property
-    def order_ms(self) -> int:
-        return self.made_ms + 1000 * (WINDOWS_S[self.window] or NO_DEADLINE_S)
-
-    @property
     def status(self) -> str:
         status = self.fields["status"]
         return "cancelling" if status not in ENDED and "cancelling_at" in self.fields else status
@@ -524,7 +520,7 @@ async def keep(pool: Pool, batch: Batch, webhook: bytes) -> bool:
     args: Args = {
         "member": batch.member,
         "made_ms": batch.made_ms,
-        "deadline_ms": batch.order_ms,
+        "deadline_ms": batch.made_ms + 1000 * (WINDOWS_S[batch.window] or NO_DEADLINE_S),
         "ttl_ms": BATCH_TTL_MS,
         "max_batches": MAX_BATCHES,
     }

@@ -26,7 +26,7 @@ from jinja2.utils import Namespace
 from tokenizers import Encoding, Tokenizer
 
 from api.errors import ApiError, cut, invalid
-from common.model_files import read_json
+from common.model_files import read_json, token_texts
 from common.settings.settings import SettingError
 
 # --- control texts ------------------------------------------------------------------------------------------
@@ -560,14 +560,6 @@ def read_template(path: Path) -> str:
     except (OSError, ValueError, TemplateError) as error:
         raise SettingError("chat_template", f"{path} is no chat template: {error}") from error
     return source
-
-
-def token_texts(config: Mapping[str, Any]) -> dict[str, str]:
-    """Tokens to which a tokenizer config gives names (`eos_token`): name → text. Each is a text there, or an
-    object with its `content`.
-    """
-    texts = {name: one.get("content") if isinstance(one, dict) else one for name, one in config.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str) and name.endswith("_token")}
 
 
 def template_error(cause: str) -> ApiError:

@@ -11,9 +11,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from api.prompts.chat_template import token_texts
 from common.messages.request import Picture
-from common.model_files import added_tokens, read_json
+from common.model_files import added_tokens, read_json, token_texts
 from common.pictures import PictureError, Size
 from common.settings.settings import SettingError
 

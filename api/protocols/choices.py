@@ -142,12 +142,6 @@ class Choice:
         is_end = self.stream.terminal.known_reason != "length" and fresh  # its text is a mark
         return self.free(num_held if is_end and not self.rendering.include_stop else len(self.held))
 
-    @property
-    def visible_text(self) -> str:
-        """The visible text of all tokens."""
-        pairs = zip(self.stream.ids, self.stream.texts, strict=False)
-        return "".join(text for token, text in pairs if token not in self.hidden_ids)
-
     def take_token(self) -> tuple[str, bool]:
         """The text of the next token, and whether it is visible."""
         i = self.num_tokens
@@ -187,7 +181,8 @@ class Choice:
         """Whether the client asked for JSON, and the content so far is a complete one."""
         if not self.rendering.is_json:
             return False
-        content, reading = self.visible_text, self.rendering.reading
+        reading, pairs = self.rendering.reading, zip(self.stream.ids, self.stream.texts, strict=False)
+        content = "".join(text for token, text in pairs if token not in self.hidden_ids)
         if reading is not None:
             parser = ChoiceParser(reading, "")
             content = render_message(parser, parser.read(content, 0, ended=True))["content"] or ""
