@@ -168,12 +168,6 @@ def not_one_of(field: str, allowed: Iterable[str], given: object) -> ApiError:
     return invalid(f"`{field}` must be one of {', '.join(allowed)}. Given: {quoted(given)}")
 
 
-def check_most(field: str, given: int, most: int) -> None:
-    """Raises ApiError (422) for a number beyond its limit."""
-    if given > most:
-        raise invalid(f"`{field}` must be at most {most}. Given: {quoted(given)}")
-
-
 def too_long(detail: str, param: str, max_total_tokens: int) -> ApiError:
     """A request beyond the model's context. litellm and LangChain look for this code and sentence."""
     sentence = f"{detail}. This model's maximum context length is {max_total_tokens} tokens"

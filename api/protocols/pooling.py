@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field
 from tokenizers import Encoding, Tokenizer
 
 from api.answers.answer import HttpAnswer, VectorAnswer
-from api.errors import check_most, invalid, openai, too_long, unavailable
+from api.errors import invalid, openai, too_long, unavailable
 from api.event_loop import Pace
 from api.http.body import reject_unsupported
 from api.http.openapi import OPENAI_ERRORS, POOLING, Responses, Shape, only
@@ -33,7 +33,7 @@ from api.requests.fields import (
     with_one_error,
 )
 from api.requests.pool import Pool
-from api.requests.validate import MAX_LOGITS_BYTES, check_ids
+from api.requests.validate import MAX_LOGITS_BYTES, check_ids, check_most
 from api.streams.stream import Stream
 from common.messages.records import pack_ids
 from common.messages.request import EMBED, Generate, PoolingParams, StoppingParams

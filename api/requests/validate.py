@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from api.answers.answer import Rendering
-from api.errors import ApiError, check_most, invalid, quoted, refuse, too_long, unavailable
+from api.errors import ApiError, invalid, quoted, refuse, too_long, unavailable
 from api.event_loop import offload
 from api.grammar.compile import Grammar, compile_grammar
 from api.prompts.chat_template import Rendered
@@ -267,13 +267,13 @@ async def make_requests(
         pictures=shown.place(prompt_ids) if shown is not None else [],
         adapter=params.adapter,
     )
-    if (sampling := request.sampling) is None:
-        return with_logits([request] * params.n, params, limits)
-    numbers: list[dict[str, Any]] = [
-        {"seed": sampling.seed ^ i} if params.ranks else {"choice": i} for i in range(params.n)
-    ]
-    requests = [replace(request, sampling=replace(sampling, **one)) for one in numbers]
-    return with_logits(requests, params, limits)  # each draws other numbers
+    requests = [request] * params.n
+    if (sampling := request.sampling) is not None:  # each draws other numbers
+        numbers: list[dict[str, Any]] = [
+            {"seed": sampling.seed ^ i} if params.ranks else {"choice": i} for i in range(params.n)
+        ]
+        requests = [replace(request, sampling=replace(sampling, **one)) for one in numbers]
+    return with_logits(requests, params, limits)
 
 
 def check_generates(limits: Limits) -> None:
@@ -292,7 +292,7 @@ def check(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -
     refuse((len(stops) > most, f"`stop` supports up to {most} stop sequences. Given: {len(stops)}"))
     for name in LISTS_OF_IDS:
         check_ids(name, params.value(name), tokenizer)
-    check_ids("logit_bias", [token_id for token_id, _ in params.sampling.logit_bias], tokenizer)
+    check_ids("logit_bias", dict(params.sampling.logit_bias), tokenizer)
     no_grammar = "`allowed_token_ids` and a structured output or forced calls exclude each other"
     no_token = "`allowed_token_ids` has no token that may come before `min_new_tokens`"
     refuse(
@@ -366,6 +366,12 @@ def max_new_tokens(params: GenerationParams, num_prompt_tokens: int, limits: Lim
     most = most or min(room, max(1, most_of_beams(params, num_prompt_tokens, limits)))
     check_most("min_new_tokens", least, most)
     return most
+
+
+def check_most(field: str, given: int, most: int) -> None:
+    """Raises ApiError (422) for a number beyond its limit."""
+    if given > most:
+        raise invalid(f"`{field}` must be at most {most}. Given: {quoted(given)}")
 
 
 def check_ids(field: str, ids: Collection[int], tokenizer: ModelTokenizer) -> None:
