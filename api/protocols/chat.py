@@ -29,6 +29,7 @@ from api.prompts.chat_template import (
     OWN_VARIABLES,
     PICTURE,
     ChatTemplate,
+    Message,
     Rendered,
     rendered_text,
     template_error,
@@ -45,7 +46,6 @@ from common.settings.ranges import least
 
 log = logging.getLogger(__name__)
 
-Message = Mapping[str, Any]
 MAX_TOOLS = 128
 FUNCTION_NAME = "^[A-Za-z0-9_.:/-]{1,128}$"
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
@@ -63,7 +63,7 @@ REASONING_SWITCHES = ("enable_thinking", "thinking")
 """Variables by which templates turn reasoning on and off."""
 
 EFFORT: Any = optional("How much the model thinks first, if its template can say so; with `none` not at all.")
-Chosen = Annotated[str | dict[str, Any], with_one_error("Input should be a string or an object")]
+TextOrObject = Annotated[str | dict[str, Any], with_one_error("Input should be a string or an object")]
 CHOSEN_SCHEMA: Any = {"enum": ["none", "auto", None]}
 """The values of `tool_choice` that /docs proposes."""
 CHAT_NAMES = {**NAMES, "prompt": "messages", "top_n_tokens": "top_logprobs"}
@@ -118,12 +118,11 @@ Content = Annotated[
     str | Listed[ContentPart],
     with_one_error("Input should be a string, or a list of parts, each an object with a `type`"),
 ]
-Arguments = Annotated[str | dict[str, Any], with_one_error("Input should be a string or an object")]
 
 
 class EarlierFunction(Strict, extra="allow"):
     name: str
-    arguments: Arguments | None = optional("The JSON text of an object, or the object itself.")
+    arguments: TextOrObject | None = optional("The JSON text of an object, or the object itself.")
 
 
 class EarlierCall(Strict, extra="allow"):
@@ -178,7 +177,7 @@ class ChatRequest(OpenAIRequest):
     )
 
     tools: Listed[ToolSchema] | None = optional("Functions that the model may call.", max_length=MAX_TOOLS)
-    tool_choice: Chosen | None = optional(
+    tool_choice: TextOrObject | None = optional(
         "`auto` (the default): the model decides. `none`: no calls. `required`: one call at "
         'least. `{"type": "function", "function": {"name": …}}`: one call of this function. '
         '`{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": […]}}`: only these.',
@@ -188,7 +187,7 @@ class ChatRequest(OpenAIRequest):
     functions: Listed[FunctionSchema] | None = optional(
         "OpenAI's older form of `tools`; the answer has a `function_call`.", max_length=MAX_TOOLS
     )
-    function_call: Chosen | None = optional("OpenAI's older form of `tool_choice`.", CHOSEN_SCHEMA)
+    function_call: TextOrObject | None = optional("OpenAI's older form of `tool_choice`.", CHOSEN_SCHEMA)
     tool_prompt: str | None = optional(
         f"TGI's text after the tools. Default, for a model whose template has no tools: {TOOL_PROMPT}"
     )
@@ -631,10 +630,15 @@ async def read_chat(body: ChatRequest, pool: Pool) -> GenerationParams:
     )
 
 
-def chat_of(body: SamplingFields, messages: Sequence[Message], **own: Any) -> ChatRequest:
-    """The body of a chat with the parameters of one of another API, and with fields of its `own`."""
-    shared = {name: getattr(body, name) for name in SamplingFields.model_fields}
-    return ChatRequest(messages=[ChatMessage(**one) for one in messages], **shared, **own)
+def chat_of(
+    body: SamplingFields, messages: Sequence[Message], functions: Sequence[FunctionSchema], **own: Any
+) -> ChatRequest:
+    """The body of a chat with the parameters of one of another API, these functions as its tools, and with
+    fields of its `own`.
+    """
+    own |= {name: getattr(body, name) for name in SamplingFields.model_fields}
+    tools = [ToolSchema(type="function", function=one) for one in functions]
+    return ChatRequest(messages=[ChatMessage(**one) for one in messages], tools=tools, **own)
 
 
 def format_of(form: Mapping[str, Any] | None, place: str, kinds: Collection[str]) -> dict[str, Any] | None:

@@ -28,7 +28,6 @@ from api.protocols.chat import (
     REASONING_SWITCHES,
     ChatRequest,
     FunctionSchema,
-    ToolSchema,
     chat_of,
     format_of,
     read_other,
@@ -253,11 +252,11 @@ def to_chat(body: CountTokensRequest) -> ChatRequest:
     return chat_of(
         body,
         messages,
+        to_functions(body.tools or []),
         response_format=format_of(output.format, "output_config.format", ["json_schema"]) if output else None,
         max_tokens=body.max_tokens if isinstance(body, MessagesRequest) else None,
         stop=body.stop_sequences,
         continue_final_message=continues,
-        tools=to_tools(body.tools or []) or None,
         tool_choice=to_choice(choice, body.tools or []) if choice is not None else None,
         parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
         **reasoning_fields(body),
@@ -279,8 +278,8 @@ def reasoning_fields(body: CountTokensRequest) -> dict[str, Any]:
 # --- tools --------------------------------------------------------------------------------------------------
 
 
-def to_tools(tools: Sequence[ClientTool]) -> list[ToolSchema]:
-    """The tools that can be called, in the shape of chats. Raises ApiError."""
+def to_functions(tools: Sequence[ClientTool]) -> list[FunctionSchema]:
+    """The tools that can be called. Raises ApiError."""
     found = []
     for i, tool in enumerate(tools):
         if not tool.is_callable:
@@ -288,13 +287,8 @@ def to_tools(tools: Sequence[ClientTool]) -> list[ToolSchema]:
         for name, value in (("name", tool.name), ("input_schema", tool.input_schema)):
             if value is None:
                 raise invalid(f"`tools[{i}].{name}` is required")
-        function = FunctionSchema(
-            name=tool.name or "",
-            description=tool.description,
-            parameters=tool.input_schema,
-            strict=tool.strict,
-        )
-        found.append(ToolSchema(type="function", function=function))
+        given: dict[str, Any] = {"name": tool.name, "description": tool.description, "strict": tool.strict}
+        found.append(FunctionSchema(**given, parameters=tool.input_schema))
     return found
 
 

@@ -30,7 +30,6 @@ from api.protocols.chat import (
     ChatRequest,
     Effort,
     FunctionSchema,
-    ToolSchema,
     chat_of,
     format_of,
     read_other,
@@ -664,14 +663,17 @@ Agents declare them to every model.
 def to_chat(body: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
     """The body of a chat with the parameters of a response and these items. Raises ApiError."""
     kinds = ("text", "json_object", "json_schema")
+    messages = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    for item in items:
+        add_item(messages, item)
     return chat_of(
         body,
-        to_messages(body.instructions, items),
+        messages,
+        to_functions(body),
         max_completion_tokens=body.max_output_tokens,
         logprobs=body.has_logprobs,
         top_logprobs=body.top_logprobs,
         add_generation_prompt=True,
-        tools=to_tools(body),
         tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=format_of(body.text.format if body.text else None, "text.format", kinds),
@@ -679,8 +681,8 @@ def to_chat(body: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
     )
 
 
-def to_tools(body: ResponsesRequest) -> list[ToolSchema]:
-    """The functions among the tools, in the shape of chats. Raises ApiError, also if another is forced."""
+def to_functions(body: ResponsesRequest) -> list[FunctionSchema]:
+    """The functions among the tools. Raises ApiError, also if another is forced."""
     functions = []
     for i, tool in enumerate(body.tools or []):
         name, kind = f"tools[{i}]", tool.get("type")
@@ -691,10 +693,9 @@ def to_tools(body: ResponsesRequest) -> list[ToolSchema]:
             raise invalid(f"`{name}.type` {words}")
         given = {key: tool[key] for key in ("name", "description", "parameters", "strict") if key in tool}
         try:
-            function = FunctionSchema.model_validate(given)
+            functions.append(FunctionSchema.model_validate(given))
         except ValidationError as error:
             raise schema_error(error, name) from error
-        functions.append(ToolSchema(type="function", function=function))
     kind = body.tool_choice.get("type") if isinstance(body.tool_choice, dict) else None
     is_built_in = f"`tool_choice` forces a tool of the type {quoted(kind)}: none is built in"
     refuse(
@@ -707,16 +708,8 @@ def to_tools(body: ResponsesRequest) -> list[ToolSchema]:
     return functions
 
 
-def to_messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, Any]]:
-    """The messages for the model's template. Reasoning, text and calls of one answer are one message."""
-    messages = [] if instructions is None else [{"role": "system", "content": instructions}]
-    for item in items:
-        add_item(messages, item)
-    return messages
-
-
 def add_item(messages: list[dict[str, Any]], item: Item) -> None:
-    """Add an item to the last message, or as a new one."""
+    """Add an item to the last message, or as a new one. Reasoning, text and calls of one answer are one."""
     match item["type"]:
         case "function_call_output":
             content = chat_content(item["output"])
