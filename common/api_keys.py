@@ -155,12 +155,6 @@ class KeyFields(BaseModel):
             raise ValueError("`webhook` and `webhook_secret` need each other")
         return self
 
-    def to_key(self, key_id: str, digest: str, created_at: int = 0) -> ApiKey:
-        """The record of a key. A key without a tenant is a tenant of its own: no other sees its requests."""
-        fields = {name: getattr(self, name) for name in KeyFields.model_fields}
-        fields |= {"tenant": self.tenant or key_id}
-        return ApiKey(key_id=key_id, digest=digest, created_at=created_at, **fields)
-
 
 def read_fields(given: dict[str, Any]) -> KeyFields:
     """Raises ValueError that names the field at fault."""
@@ -196,7 +190,10 @@ async def read_keys(client: PoolClient) -> dict[str, ApiKey]:
 async def add_key(client: PoolClient, fields: KeyFields) -> IssuedKey:
     """Raises ChangeRefused."""
     text, now_s = new_key(), int(await client.read_time())
-    record = fields.to_key(f"key_{secrets.token_hex(6)}", digest_of(text), created_at=now_s)
+    own = {"key_id": f"key_{secrets.token_hex(6)}", "digest": digest_of(text)}
+    record = ApiKey(**own | fields.model_dump(), created_at=now_s)
+    if not record.tenant:  # a key is a tenant of its own: no other sees its requests
+        record = replace(record, tenant=record.key_id)
     known = await read_keys(client)
     old = [one.key_id for one in known.values() if is_forgotten(one, now_s)]
     changed = await client.run(change_key(client.keys, record.key_id, b"", record, old))

@@ -105,16 +105,13 @@ class ControlTexts:
     def guarded(self, given: Any, guard: str) -> Any:
         """A copy of a client's value with guards in its texts, keys included."""
         if isinstance(given, str):
-            return self.guard_text(given, guard)
+            cuts = [0, *sorted(self.places(given)), len(given)]
+            return guard.join(given[start:end] for start, end in pairwise(cuts))
         if isinstance(given, Mapping):
             return {self.guarded(key, guard): self.guarded(value, guard) for key, value in given.items()}
         if isinstance(given, list | tuple):
             return [self.guarded(one, guard) for one in given]
         return given
-
-    def guard_text(self, text: str, guard: str) -> str:
-        cuts = [0, *sorted(self.places(text)), len(text)]
-        return guard.join(text[start:end] for start, end in pairwise(cuts))
 
     def places(self, text: str) -> set[int]:
         """Where guards go: after the first character of each control text, and of each part of one at the
