@@ -13,7 +13,6 @@ from pydantic import Field
 from starlette.responses import Response
 
 from api.errors import invalid
-from api.event_loop import offload
 from api.http import body
 from api.http.openapi import (
     HEALTH,
@@ -298,19 +297,19 @@ async def tokenize(request: Request) -> Response:
     """
     pool = await pool_for(request)
     data = await body.read_json(request, pool.max_body_bytes)
-    names = await body.names_in(data)
+    names = (await body.parse(body.AnyBody, data)).model_fields_set
     if "inputs" not in names and "messages" in names:
-        chat = await offload(len(data), lambda: body.parse_body(TokenizeChatRequest, data))
+        chat = await body.parse(TokenizeChatRequest, data)
         pool = await pool_for(request, chat.model)
         shown = await shown_prompt(await read_chat(chat, pool), pool)
         return await respond_with_ids(
             pool, shown, bool(chat.add_special_tokens), bool(chat.return_token_strs)
         )
     if "inputs" not in names and "prompt" in names:
-        asked = await offload(len(data), lambda: body.parse_body(TokenizePromptRequest, data))
+        asked = await body.parse(TokenizePromptRequest, data)
         pool, special = await pool_for(request, asked.model), asked.add_special_tokens is not False
         return await respond_with_ids(pool, Rendered(asked.prompt), special, bool(asked.return_token_strs))
-    parsed = await offload(len(data), lambda: body.parse_body(TokenizeRequest, data))
+    parsed = await body.parse(TokenizeRequest, data)
     prompt = Rendered(parsed.inputs)
     content = await pool.tokenizer.run(prompt, lambda: list_to_json(simple_tokens(pool.tokenizer, prompt)))
     return Response(content, media_type="application/json")

@@ -47,14 +47,18 @@ warned: set[str] = set()
 
 
 class AnyBody(BaseModel):
-    """A JSON object with any fields: only their names are read."""
+    """A JSON object with any fields: only their names are read, `model_fields_set`."""
 
     model_config = ConfigDict(extra="allow")
 
 
 async def read(request: Request, schema: type[Schema], max_bytes: int) -> Schema:
     """The validated body. Raises ApiError: 413, 415, and those of `parse_body`."""
-    data = await read_json(request, max_bytes)
+    return await parse(schema, await read_json(request, max_bytes))
+
+
+async def parse(schema: type[Schema], data: bytes) -> Schema:
+    """What `parse_body` makes of a body of any length."""
     return await offload(len(data), lambda: parse_body(schema, data))
 
 
@@ -69,11 +73,6 @@ async def read_json(request: Request, max_bytes: int) -> bytes:
         why = "Expected request with `Content-Type: application/json`"
         raise ApiError(415, "unsupported_media_type", why)
     return await read_bytes(request, max_bytes)
-
-
-async def names_in(data: bytes) -> set[str]:
-    """Names of the fields of a body. Raises ApiError as `parse_body`."""
-    return (await offload(len(data), lambda: parse_body(AnyBody, data))).model_fields_set
 
 
 def parse_body(schema: type[Schema], data: bytes) -> Schema:

@@ -15,8 +15,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 
 from api.answers.answer import AnswerTerms, HttpAnswer
 from api.errors import ApiError, Family, cut, failed, internal_error, invalid, model_not_found, quoted, tgi
-from api.event_loop import offload
-from api.http.body import parse_body
+from api.http.body import parse, parse_body
 from api.json import parse_bytes, to_json
 from api.protocols.protocol import Context, Protocol
 from api.protocols.table import JOBS, PROTOCOLS, protocol_at
@@ -226,7 +225,7 @@ def with_webhook(job: Job, settings: Settings) -> Job:
 def read_job(entry_id: str, fields: Mapping[bytes, bytes], max_bytes: int) -> Job:
     """The job of an entry. If its id cannot be read, it has the entry's id."""
     try:
-        parsed = parse(fields, max_bytes)
+        parsed = read_object(fields, max_bytes)
     except ApiError as error:
         return Job(id=entry_id, entry_id=entry_id, fault=error, api_key=fields.get(b"api_key", b""))
     job_id, reply_to = parsed.get("id"), parsed.get("reply_to")
@@ -301,7 +300,7 @@ def read_webhook_field(parsed: Mapping[str, Any]) -> WebhookField | None:
     return None
 
 
-def parse(fields: Mapping[bytes, bytes], max_bytes: int) -> dict[str, Any]:
+def read_object(fields: Mapping[bytes, bytes], max_bytes: int) -> dict[str, Any]:
     """The field `job` as an object. Raises ApiError: 413, 400, 422."""
     data = fields.get(b"job")
     if data is not None and b"cancel" in fields:
@@ -386,8 +385,7 @@ async def validate_job(pools: PoolRegistry, job: Job) -> HttpAnswer:
     assert job.body is not None
     assert protocol is not None
     async with noting_deaths(pool, job):
-        content = to_json(content_of(job))
-        body = await offload(len(content), lambda: parse_body(protocol.body, content))
+        body = await parse(protocol.body, to_json(content_of(job)))
         name, own = job.body.model, pool.settings
         target = await pools.target(name, getattr(body, "adapter_id", None))
         if own.pool not in target.pools and not (name and names_own(name, own)):

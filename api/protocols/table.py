@@ -14,7 +14,6 @@ from starlette.routing import compile_path
 
 from api.answers.answer import HttpAnswer
 from api.errors import ApiError
-from api.event_loop import offload
 from api.http import body
 from api.http.auth import key_of
 from api.http.body import idempotency_key, noted_digest
@@ -43,10 +42,10 @@ async def serve(protocol: Protocol, request: Request) -> Response:
     data = await body.read_json(request, own_pool(request).max_body_bytes)
     route = request.url.path
     if protocol.by_field:
-        names, rows = await body.names_in(data), protocol.by_field
+        names, rows = (await body.parse(body.AnyBody, data)).model_fields_set, protocol.by_field
         protocol = next((row for name, row in rows.items() if name in names), next(iter(rows.values())))
         route = protocol.path
-    parsed = await offload(len(data), lambda: body.parse_body(protocol.body, data))
+    parsed = await body.parse(protocol.body, data)
     model = request.path_params.get("model", getattr(parsed, "model", None))
     pools = pools_of(request)
     target = await pools.target(model, getattr(parsed, "adapter_id", None))

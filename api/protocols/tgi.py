@@ -18,10 +18,10 @@ from starlette.responses import Response
 from api.answers.answer import HttpAnswer, Rendering
 from api.answers.logprobs import LOGITS, logits_fields, sequence_scores
 from api.errors import ApiError, quoted, refuse, tgi, unavailable
-from api.event_loop import Pace, offload
+from api.event_loop import Pace
 from api.grammar.compile import read_response_format
 from api.http.auth import key_of
-from api.http.body import parse_body, reject_unsupported, warn_of_unknown
+from api.http.body import parse, reject_unsupported, warn_of_unknown
 from api.http.openapi import (
     TGI,
     TGI_ERRORS,
@@ -536,11 +536,11 @@ class PredictionsRenderer(Renderer):
 
 async def read_instance(request: Request, pool: Pool, given: Any, i: int) -> GenerationParams:
     """The parameters of one instance. Raises ApiError that names the instance."""
-    where, data = f"instances[{i}]", to_json(given)
+    where = f"instances[{i}]"
     is_chat = isinstance(given, Mapping) and "messages" in given
     kind: Any = ChatRequest if is_chat else GenerateRequest
     try:
-        instance: ChatRequest | GenerateRequest = await offload(len(data), lambda: parse_body(kind, data))
+        instance: ChatRequest | GenerateRequest = await parse(kind, to_json(given))
         read_terms(request, "", False, instance.resume_s, instance.detached)  # refuses both fields
         pools = pools_of(request)
         named = (instance.model, None) if isinstance(instance, ChatRequest) else (None, instance.adapter_id)
