@@ -34,7 +34,6 @@ from api.protocols.protocol import Renderer
 from api.requests.metrics import total_headers
 from api.requests.pool import Pool
 from api.streams.stream import Stream
-from common.broker.keys import pool_of
 from common.messages.kept_answer import MAX_ANSWER_BYTES, KeptAnswer, KeptRequests
 from common.process.event_loop import run_until_one_ends
 
@@ -83,9 +82,9 @@ async def keep_socket(
         extra: headers of a whole answer that another gateway does not know.
     """
     answer, streams = reader.answer, reader.streams
-    packed, channel = streams[0].answer, streams[0].request.channel
+    packed, channel, pool = streams[0].answer, streams[0].request.channel, reader.pool.settings.pool
     digests = [stream.request.digest for stream in streams]
-    requests = KeptRequests(pool_of(channel), channel, digests, packed, is_kept=answer.terms.kept_s > 0)
+    requests = KeptRequests(pool, channel, digests, packed, is_kept=answer.terms.kept_s > 0)
     fits = len(packed) + sum(map(len, digests)) <= MAX_ANSWER_BYTES  # in a datagram to the keeper
     kept = KeptAnswer(answer.request_id, 0, FORMAT, reader.number, reader.num_seen, comment=comment)
     kept = replace(kept, extra=[*extra.items()], requests=requests if fits else None)

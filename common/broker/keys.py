@@ -160,11 +160,6 @@ def table() -> Iterator[tuple[str, KeyPattern]]:
     yield from ((name, row) for name, row in vars(Keys).items() if isinstance(row, KeyPattern))
 
 
-def pool_of(key: str) -> str:
-    """The pool that a key or a channel belongs to."""
-    return key.removeprefix("tf:{").rpartition("}:")[0]
-
-
 def request_keys(keys: Keys, request_ids: Iterable[str]) -> list[str]:
     """Return the hash and the string of each request."""
     return [key for name in request_ids for key in (keys.request(name), keys.tokens(name))]
