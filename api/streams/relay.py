@@ -345,7 +345,6 @@ class Filler:
         self.doubtful: dict[str, float] = {}
         self.requested = asyncio.Event()
         self.pace = Pace()
-        self.num_fills = 0
         self.failures = FailureLog(log, "filling streams")
 
     def request_fill(self, streams: Iterable[Stream], since_s: float = math.inf) -> None:
@@ -397,7 +396,6 @@ class Filler:
     async def fill(self, lost: dict[str, int], doubtful: dict[str, float]) -> None:
         if not lost and not doubtful:
             return
-        self.num_fills += 1
         for source, after in lost.items():
             await self.fill_from_log(source, after)
         unsure = [name for name, since_s in doubtful.items() if self.is_unsure(name, since_s)]
