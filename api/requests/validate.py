@@ -253,22 +253,24 @@ async def make_requests(
         own |= {"watermark_gamma": settings.watermark_gamma, "watermark_delta": settings.watermark_delta}
     params = replace(params, sampling=replace(params.sampling, **own))
     num_new = max_new_tokens(params, len(prompt_ids), limits)
+    sampling = await offload(sum(map(len, params.bad_words)), lambda: sampling_params(params, tokenizer))
+    beams = searched_beams(params, len(prompt_ids), num_new, limits)
     request = Generate(
         request_id="",
         digest="",
         prompt_ids=pack_ids(prompt_ids),
         stopping=replace(params.stopping, max_new_tokens=num_new),
-        sampling=await offload(sum(map(len, params.bad_words)), lambda: sampling_params(params, tokenizer)),
+        sampling=sampling,
         top_n_tokens=params.top_n_tokens,
         prompt_logprobs=params.prompt_logprobs,
         cache_salt=params.cache_salt,
         num_choices=params.n,
-        beams=searched_beams(params, len(prompt_ids), num_new, limits),
+        beams=beams,
         pictures=shown.place(prompt_ids) if shown is not None else [],
         adapter=params.adapter,
     )
     requests = [request] * params.n
-    if (sampling := request.sampling) is not None:  # each draws other numbers
+    if sampling is not None:  # each draws other numbers
         numbers: list[dict[str, Any]] = [
             {"seed": sampling.seed ^ i} if params.ranks else {"choice": i} for i in range(params.n)
         ]
