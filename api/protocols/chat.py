@@ -245,28 +245,23 @@ def choose(
     Args:
         field, choice_field: the fields that have the functions and the choice.
     """
-    tools = tools_of(functions, field)
-    if not tools and choice not in (None, "none", "auto"):
+    found = tools_of(functions, field)
+    if not functions and choice not in (None, "none", "auto"):
         raise invalid(f"`{choice_field}` is only allowed with `{field}`")
-    if not tools or choice == "none":
+    if not functions or choice == "none":
         return None
-    shown = []  # as chat templates expect tools
-    for one in functions:
-        about = {} if one.description is None else {"description": one.description}
-        function = {"name": one.name, **about, "parameters": parameters_of(one)}
-        shown.append({"type": "function", "function": function})
-    found = ToolChoice(shown, tuple(tools.values()))
     if choice in (None, "auto"):
         return found
     if choice == "required":
         return replace(found, is_forced=True)
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         allowed = choice.get("allowed_tools", choice)  # the Responses API has the fields beside `type`
-        return allow_tools(found, tools, allowed, f"{choice_field}.allowed_tools")
-    return replace(found, callable=(tool_of(tools, choice, choice_field),), is_forced=True, is_named=True)
+        return allow_tools(found, allowed, f"{choice_field}.allowed_tools")
+    tool = tool_of(found.callable, choice, choice_field)
+    return replace(found, callable=(tool,), is_forced=True, is_named=True)
 
 
-def allow_tools(found: ToolChoice, tools: Mapping[str, Tool], allowed: Any, field: str) -> ToolChoice:
+def allow_tools(found: ToolChoice, allowed: Any, field: str) -> ToolChoice:
     """The choice `{"mode": …, "tools": […]}`. Raises ApiError."""
     mode = allowed.get("mode", "auto") if isinstance(allowed, Mapping) else None
     if mode not in ("auto", "required"):
@@ -274,12 +269,12 @@ def allow_tools(found: ToolChoice, tools: Mapping[str, Tool], allowed: Any, fiel
     listed = allowed.get("tools")
     if not isinstance(listed, list) or not listed:
         raise invalid(f"`{field}.tools` must be a list of tools that is not empty")
-    may_call = [tool_of(tools, one, f"{field}.tools[{i}]") for i, one in enumerate(listed)]
-    callable = tuple({tool.name: tool for tool in may_call}.values())
+    tools = [tool_of(found.callable, one, f"{field}.tools[{i}]") for i, one in enumerate(listed)]
+    callable = tuple({tool.name: tool for tool in tools}.values())
     return replace(found, callable=callable, is_forced=mode == "required")
 
 
-def tool_of(tools: Mapping[str, Tool], choice: Any, field: str) -> Tool:
+def tool_of(tools: Sequence[Tool], choice: Any, field: str) -> Tool:
     """The tool with a name, or with that in `{"type": "function", "function": {"name": …}}`. The Responses
     API has it beside `type`. Raises ApiError.
     """
@@ -290,28 +285,30 @@ def tool_of(tools: Mapping[str, Tool], choice: Any, field: str) -> Tool:
     if not isinstance(name, str):
         words = f'must be one of {", ".join(CHOICES)}, or `{{"type": "function", "function": {{"name": …}}}}`'
         raise invalid(f"`{field}` {words}")
-    if name not in tools:
-        raise invalid(f"`{field}` names {quoted(name)}, which is not among {cut(', '.join(tools))}")
-    return tools[name]
+    named = {tool.name: tool for tool in tools}
+    if name not in named:
+        raise invalid(f"`{field}` names {quoted(name)}, which is not among {cut(', '.join(named))}")
+    return named[name]
 
 
-def tools_of(functions: Sequence[FunctionSchema], field: str) -> dict[str, Tool]:
-    """The functions as tools, by name. Raises ApiError."""
+def tools_of(functions: Sequence[FunctionSchema], field: str) -> ToolChoice:
+    """The functions as tools, all of which may be called. Raises ApiError."""
     tools: dict[str, Tool] = {}
+    shown = []  # as chat templates expect tools
     for one in functions:
         if one.name in tools:
             raise invalid(f"`{field}` has the name {quoted(one.name)} twice")
-        kind = parameters_of(one).get("type", "object")
+        parameters = one.parameters or one.arguments or NO_PARAMETERS
+        kind = parameters.get("type", "object")
         if "object" not in (kind if isinstance(kind, list) else [kind]):
-            parameters = f"{field}.{one.name}.parameters"
+            place = f"{field}.{one.name}.parameters"
             words = f"must be the JSON schema of an object. Given the type: {quoted(kind)}"
-            raise invalid(f"`{parameters}` {words}")
-        tools[one.name] = Tool(one.name, parameters_of(one), bool(one.strict))
-    return tools
-
-
-def parameters_of(function: FunctionSchema) -> Mapping[str, Any]:
-    return function.parameters or function.arguments or NO_PARAMETERS
+            raise invalid(f"`{place}` {words}")
+        tools[one.name] = Tool(one.name, parameters, bool(one.strict))
+        about = {} if one.description is None else {"description": one.description}
+        function = {"name": one.name, **about, "parameters": parameters}
+        shown.append({"type": "function", "function": function})
+    return ToolChoice(shown, tuple(tools.values()))
 
 
 def tool_choice(body: ChatRequest) -> ToolChoice | None:
