@@ -64,11 +64,6 @@ def own_values() -> dict[str, float]:
     return {name: value for metric in COUNTED for name, value in metric.fields()}
 
 
-def render_own(pool: str) -> bytes:
-    """Return the counts of this process alone, and its memory and processor time."""
-    return render(pool, COUNTED, own_values(), {}) + generate_latest(REGISTRY)
-
-
 def render(pool: str, metrics: Iterable[Metric], values: Values, gauges: Gauges) -> bytes:
     """Return metrics as text; our own have the label `pool`. Unknown fields are left out."""
     series, families = by_metric(values), []
@@ -156,7 +151,8 @@ def start_metrics_server(settings: Settings, is_ready: Callable[[], bool]) -> No
         def do_GET(self) -> None:
             match self.path.split("?")[0]:
                 case "/metrics":
-                    self.respond(200, CONTENT_TYPE, render_own(settings.pool))
+                    counts = render(settings.pool, COUNTED, own_values(), {})
+                    self.respond(200, CONTENT_TYPE, counts + generate_latest(REGISTRY))
                 case "/livez":
                     self.respond(200, "text/plain", b"live\n")
                 case "/health" | "/readyz" if is_ready():

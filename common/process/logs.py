@@ -134,11 +134,6 @@ def set_up(process: str, level: str, as_json: bool = False, incarnation: str = "
     logging.captureWarnings(True)
 
 
-def are_json() -> bool:
-    """Return whether logging has been set up as JSON."""
-    return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.root.handlers)
-
-
 def log_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     if issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, traceback)

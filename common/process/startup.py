@@ -38,7 +38,7 @@ def exit_when_unservable() -> Iterator[None]:
     try:
         yield
     except SettingError as error:
-        if logs.are_json():
+        if any(isinstance(handler.formatter, logs.JsonFormatter) for handler in logging.root.handlers):
             log.error("%s", error)
         else:
             print(f"tokenfleet: {error}", file=sys.stderr, flush=True)
