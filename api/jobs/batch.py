@@ -31,6 +31,7 @@ from api.jobs.files import MAX_TTL_S, MIN_TTL_S, FileStore, StoredFile, UploadFo
 from api.jobs.job import Job, JobBody, digest_of
 from api.json import TooDeep, is_too_deep, list_object, place_of
 from api.protocols.table import BATCHES, protocol_of
+from api.requests.fields import Labels
 from api.requests.pool import Pool
 from api.requests.service_terms import ServiceTerms, answer_id, own_pool, tenant_of
 from api.webhooks import BATCH, WebhookField, check_room, find_webhook
@@ -293,9 +294,6 @@ MAX_BATCHES = 10_000
 """Batches that the pool keeps; those that have ended leave first."""
 MAX_FILES = 10_000
 """Of one tenant."""
-Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
-]
 
 
 class OutputExpiry(BaseModel):
@@ -315,7 +313,7 @@ class BatchRequest(BaseModel):
     input_file_id: str
     endpoint: Literal[BATCHES]  # type: ignore[valid-type]
     completion_window: Literal["1h", "24h", "best_effort"]
-    metadata: Metadata | None = None
+    metadata: Labels | None = None
     output_expires_after: OutputExpiry | None = None
     webhook: WebhookField | None = None
 

@@ -38,7 +38,7 @@ from api.protocols.choices import Event, EventRenderer, Logprobs, Part
 from api.protocols.openai import CHAT_COMPLETIONS
 from api.protocols.openai_bodies import FORMAT_SCHEMA, MAX_TOKENS
 from api.protocols.protocol import Context
-from api.requests.fields import Listed, ServedFields, Strict, Whole, optional, with_one_error
+from api.requests.fields import Labels, Listed, ServedFields, Strict, Whole, optional, with_one_error
 from api.requests.validate import LOGITS_FIELDS
 from api.resume import attach
 from api.resume.attach import Admitted, find_own
@@ -52,9 +52,6 @@ from common.settings.ranges import least
 Item = dict[str, Any]
 ROLES = ("user", "system", "developer", "assistant")
 LOGPROBS = "message.output_text.logprobs"
-Label = Annotated[str, Field(max_length=64)]
-LabelText = Annotated[str, Field(max_length=512)]
-"""As long as OpenAI accepts."""
 UNSUPPORTED: UnsupportedFields = {
     **dict.fromkeys(("access_programs", "background_options", "conversation", "image", "moderation"), ()),
     **dict.fromkeys(("prompt", "prompt_cache_options"), ()),
@@ -148,9 +145,7 @@ class ResponsesRequest(ServedFields):
         "Respond at once; the response is made without a client, and retrieved. Default: false."
     )
     previous_response_id: str | None = optional("A stored response whose conversation goes on with `input`.")
-    metadata: dict[Label, LabelText] | None = Field(
-        default=None, max_length=16, description="Up to 16 labels; the response has them, too."
-    )
+    metadata: Labels | None = optional("Up to 16 labels; the response has them, too.")
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     tools: Listed[dict[str, Any]] | None = optional(

@@ -73,6 +73,10 @@ Truncation = Annotated[
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 BadWord = Annotated[str, Field(max_length=200, pattern=r"\S")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Labels = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
+"""Of `metadata`: as many and as long as OpenAI accepts."""
 MAX_CHOICES, MAX_LISTED_IDS = 128, 128
 SHARE: Any = {"gt": 0, "le": 1}
 PENALTY: Any = {"ge": -2, "le": 2}
