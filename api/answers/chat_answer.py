@@ -111,12 +111,12 @@ class ChoiceParser:
         """Whether the last call is not complete: a client must not do what it says."""
         return self.has_calls and not is_json_text(self.last_call)
 
-    @property
-    def ends_in_call(self) -> bool:
-        """Whether the answer's last call is complete, and nothing follows it: an answer that ends there by
-        `max_tokens` has lost nothing.
+    def finish_reason(self, reason: str) -> str:
+        """OpenAI's reason for the end of an answer; `reason` is that of a text, which may end within a call.
+        One that ends by `max_tokens` after a complete call, and nothing after that, has lost nothing.
         """
-        return self.has_calls and not self.goes_on and not self.is_within_call
+        is_over = reason == "stop" or (reason == "length" and not self.goes_on)
+        return "tool_calls" if is_over and self.has_calls and not self.is_within_call else reason
 
     def call_id(self, index: int) -> str:
         """The id of a call: every gateway gives it the same one, and no other call has it."""
@@ -192,11 +192,3 @@ def render_call_delta(parser: ChoiceParser, index: int, call: dict[str, Any]) ->
 def is_whole_json(text: str) -> bool:
     """Whether a text is JSON that nothing but white space may follow, as digits may a number."""
     return text.rstrip().endswith(("}", "]", '"')) and is_json_text(text)
-
-
-def finish_reason(parser: ChoiceParser, reason: str) -> str:
-    """OpenAI's reason for the end of an answer; `reason` is that of a text, which may end within a call."""
-    if reason == "length" and parser.ends_in_call:
-        reason = "stop"
-    calls = reason == "stop" and parser.has_calls and not parser.is_within_call
-    return "tool_calls" if calls else reason

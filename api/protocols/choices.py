@@ -11,7 +11,7 @@ from itertools import compress, count
 from typing import Any, NamedTuple
 
 from api.answers.answer import HttpAnswer, Rendering
-from api.answers.chat_answer import ChoiceParser, finish_reason, is_whole_json, marks_of, render_message
+from api.answers.chat_answer import ChoiceParser, is_whole_json, marks_of, render_message
 from api.answers.scanner import CallArguments, CallStart, ContentDelta, Delta, end_of_certain
 from api.errors import INSUFFICIENT_QUOTA, Family, failed, openai
 from api.event_loop import offload
@@ -169,7 +169,7 @@ class Choice:
             return None
         reason = FINISH_REASONS[self.stream.terminal.known_reason]
         reason = "stop" if reason == "length" and self.is_whole_json else reason
-        return finish_reason(self.parser, reason) if self.parser else reason
+        return self.parser.finish_reason(reason) if self.parser else reason
 
     @property
     def is_within_call(self) -> bool:

@@ -22,7 +22,7 @@ from api.answers.call_formats import (
     find_call_format,
     find_reasoning_format,
 )
-from api.answers.chat_answer import ChoiceParser, finish_reason, render_message
+from api.answers.chat_answer import ChoiceParser, render_message
 from api.answers.logprobs import token_bytes
 from api.answers.scanner import ContentDelta
 from api.protocols.choices import Choice
@@ -392,7 +392,7 @@ def test_an_answer_that_max_tokens_cuts_behind_its_last_call_is_whole() -> None:
     ):
         parser = ChoiceParser(Terms(calls="hermes", tools=[("f", "{}"), ("g", "{}")]), "r.0")
         parser.read(text, 9, True)
-        assert finish_reason(parser, "length") == expected, text
+        assert parser.finish_reason("length") == expected, text
 
 
 FORECAST = {"city": "Oslo", "days": 3}
@@ -441,7 +441,7 @@ def test_only_a_complete_call_counts_wherever_the_text_ends(form: str) -> None:
     for end in range(len(FORECASTS[form]) + 1):
         parser = ChoiceParser(reading, "r.0")
         message = render_message(parser, parser.read(FORECASTS[form][:end], 9, True))
-        reasons.append(finish_reason(parser, "stop"))
+        reasons.append(parser.finish_reason("stop"))
         if reasons[-1] == "tool_calls":
             [call] = message["tool_calls"]
             assert json.loads(call["function"]["arguments"]) == FORECAST, FORECASTS[form][:end]
