@@ -18,7 +18,7 @@ MOST = {  # statements, lines
     "gpu_worker": (10_863, 20_687),
     "common": (3_728, 7_446),
     "deploy": (2_497, 4_325),
-    "tests": (29_862, 52_110),
+    "tests": (29_857, 52_107),
     "benchmarks": (2_122, 3_555),
 }
 MOST_WORDS_OF_DOCS = 21_819

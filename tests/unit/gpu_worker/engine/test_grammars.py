@@ -50,11 +50,14 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_file(str(model_files.resolve("smollm2") / "tokenizer.json"))
 
 
+@pytest.fixture(autouse=True)
+def waits(loaded: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row's grammar is compiled before the row starts."""
+    monkeypatch.setattr(loaded.matchers, "waits", True)
+
+
 @pytest.fixture
-def guided(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Player:
-    """Plays an engine that compiles a row's grammar before the row starts."""
-    monkeypatch.setattr(engine.matchers, "waits", True)
-    assert not engine.rows.rows
+def guided(engine: Engine) -> Player:
     return player(engine)
 
 
@@ -62,7 +65,7 @@ def grammar(source: str, **params: Any) -> SamplingParams:
     return SamplingParams(grammar=source, **params)
 
 
-HOT = {"temperature": 1.4, "seed": 4, "top_p": 0.95, "frequency_penalty": 0.3}
+HOT = SamplingParams(temperature=1.4, seed=4, top_p=0.95, frequency_penalty=0.3, raw_logprobs=True)
 
 
 @AHEAD
@@ -70,7 +73,12 @@ def test_every_row_satisfies_its_own_grammar_beside_rows_without_one(
     guided: Player, tokenizer: Tokenizer
 ) -> None:
     prompts = prompt_ids([PROMPTS[index] for index in FEW])
-    sampling = [grammar(SHORT), grammar(JSON, **HOT), grammar(REGEX), grammar(REGEX, temperature=2.0, seed=1)]
+    sampling = [
+        grammar(SHORT),
+        replace(HOT, grammar=JSON),
+        grammar(REGEX),
+        grammar(REGEX, temperature=2.0, seed=1),
+    ]
     starts = [
         guided.start(row, prompts[row % len(prompts)], MAX_TOKENS, sampling=params)
         for row, params in enumerate(sampling)
@@ -136,43 +144,32 @@ SENTENCE = compile_unchecked(
     Grammar("regex", r"The quick brown fox jumps over the lazy dog and [a-z]{3,9}\.", "f")
 )
 OBJECT = compile_unchecked(Grammar("json", json.dumps(FORCED_SCHEMA), "f"))
-HOT_ROW = SamplingParams(temperature=1.4, seed=7, top_p=0.95, frequency_penalty=0.3, raw_logprobs=True)
-SAMPLING = [
-    replace(params, grammar=source) for source in (SENTENCE, OBJECT) for params in (SamplingParams(), HOT_ROW)
-]
+SAMPLING = [replace(one, grammar=source) for source in (SENTENCE, OBJECT) for one in (SamplingParams(), HOT)]
 
 
-@pytest.fixture
-def in_turn(loaded: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """An in_turn that compiles a row's grammar before the row starts."""
-    monkeypatch.setattr(loaded.matchers, "waits", True)
-    monkeypatch.setattr(loaded, "runs_ahead", False)
-    return loaded
-
-
-def play(in_turn: Engine, **how: Any) -> Player:
+def play(engine: Engine, **how: Any) -> Player:
     texts = prompt_ids([PROMPTS[index] for index in FEW[:2]])
     rows = {row: texts[row % 2] for row in range(len(SAMPLING) + 1)}
     params = {row: {"sampling": one, "top_n_tokens": 2 * (row % 2)} for row, one in enumerate(SAMPLING)}
-    return play_rows(in_turn, rows, new_tokens=MAX_FORCED, params=params, ignore_eos=False, **how)
+    return play_rows(engine, rows, new_tokens=MAX_FORCED, params=params, ignore_eos=False, **how)
 
 
 @pytest.mark.slow
-def test_tokens_are_those_of_the_plain_way(in_turn: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_those_of_the_plain_way(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probabilities and ends, too; also of rows that resume within what is forced, or get few blocks, and
     where steps are launched ahead.
     """
     with monkeypatch.context() as patch:
-        patch.setattr(in_turn.rows, "make_proposer", None)
-        plain = play(in_turn)
-    check_ways(partial(play, in_turn), plain, BATCHED, {"lead": 1, "horizon": 2})
-    monkeypatch.setattr(in_turn, "runs_ahead", True)
-    assert play(in_turn).answer == plain.answer
+        patch.setattr(engine.rows, "make_proposer", None)
+        plain = play(engine)
+    check_ways(partial(play, engine), plain, BATCHED, {"lead": 1, "horizon": 2})
+    monkeypatch.setattr(engine, "runs_ahead", True)
+    assert play(engine).answer == plain.answer
 
 
-def test_forced_tokens_come_in_one_step(in_turn: Engine) -> None:
+def test_forced_tokens_come_in_one_step(engine: Engine) -> None:
     [prompt] = prompt_ids([PROMPTS[FEW[0]]])
-    played = player(in_turn)
+    played = player(engine)
     played.run([played.start(0, prompt, MAX_FORCED, sampling=SAMPLING[0])])
     counts = [step.num_samples for step in played.steps if step.num_samples]
     assert max(counts) >= 9 and sum(counts) == len(played.ids[0])
