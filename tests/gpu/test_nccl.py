@@ -16,9 +16,8 @@ from gpu_worker.engine.cuda.graphs import CudaGraphs, make_capture
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model import passes
 from gpu_worker.engine.parallel.communicator import Communicator, join_process_group
+from gpu_worker.engine.parallel.model_parallel import TpPlan, connect_shards, make_tp_plan
 from gpu_worker.engine.parallel.rendezvous import connect_ranks
-from gpu_worker.engine.parallel.stages import TpPlan, make_tp_plan
-from gpu_worker.engine.parallel.tensor_parallel import connect_shards
 from tests.support.engine import tiny_models
 from tests.support.engine.on_cuda import (
     ANYWHERE,

@@ -22,7 +22,7 @@ from gpu_worker.engine.batch.adapters import AdaptedStep, AdaptedTokens
 from gpu_worker.engine.batch.inputs import to_device
 from gpu_worker.engine.cpu import native
 from gpu_worker.engine.cpu.packed_linear import ALIGNED_BYTES, LargePages, NativeLinear
-from gpu_worker.engine.parallel.tensor_parallel import Forward, connect
+from gpu_worker.engine.parallel.model_parallel import Forward, connect
 
 
 class DeviceTokens:

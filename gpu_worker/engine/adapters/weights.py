@@ -13,7 +13,7 @@ from torch import nn
 
 from common.adapters import WEIGHTS, AdapterConfig, AdapterFault, read_config
 from gpu_worker.engine.model.weights import TEXT_KEY_MAPPING, listed, renamed
-from gpu_worker.engine.parallel.stages import (
+from gpu_worker.engine.parallel.model_parallel import (
     Interval,
     RemoteEmbedding,
     RemoteLayer,

@@ -39,7 +39,7 @@ from gpu_worker.engine.model.load import assemble, attach_empty, name_of, read_m
 from gpu_worker.engine.model.model import Draft, LoadContext, LoadedModel
 from gpu_worker.engine.model.weights import check_files, read_config, renamed
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK
-from gpu_worker.engine.parallel.stages import find_layers
+from gpu_worker.engine.parallel.model_parallel import find_layers
 from gpu_worker.engine.quantization.checkpoint import file_slices
 from gpu_worker.engine.sampling.grammar import Matchers
 from gpu_worker.protocol import UnservableModel, first_cause, refuse

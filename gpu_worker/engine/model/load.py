@@ -33,8 +33,8 @@ from gpu_worker.engine.model.vision import load_tower
 from gpu_worker.engine.model.warmup import count_room, max_captured_tokens
 from gpu_worker.engine.model.weights import cannot_serve, read_config
 from gpu_worker.engine.parallel.communicator import Communicator
+from gpu_worker.engine.parallel.model_parallel import read_weights
 from gpu_worker.engine.parallel.rendezvous import Member
-from gpu_worker.engine.parallel.tensor_parallel import read_weights
 from gpu_worker.protocol import UnservableModel, first_cause
 
 log = logging.getLogger(__name__)

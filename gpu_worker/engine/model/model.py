@@ -25,7 +25,7 @@ from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.model.rope import AxisRope, PerTokenRope, recompute_length
 from gpu_worker.engine.model.weights import ModelSource
-from gpu_worker.engine.parallel.stages import WHOLE, ModelStage, TpPlan
+from gpu_worker.engine.parallel.model_parallel import WHOLE, ModelStage, TpPlan
 from gpu_worker.engine.pictures.encoder import VisionTower
 from gpu_worker.engine.pooling.head import PromptPooler
 from gpu_worker.engine.states.model_states import ModelStates

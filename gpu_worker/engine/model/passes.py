@@ -25,8 +25,13 @@ from gpu_worker.engine.model.model import LoadContext
 from gpu_worker.engine.model.quantized_linears import quantise_linears, quantised_weights
 from gpu_worker.engine.model.rope import BY_LENGTH, AxisRope, PerTokenRope, types_of
 from gpu_worker.engine.model.warmup import max_step_tokens, scale_layers
-from gpu_worker.engine.parallel.stages import ModelStage, checked_layers, take_states
-from gpu_worker.engine.parallel.tensor_parallel import connect, connect_shards
+from gpu_worker.engine.parallel.model_parallel import (
+    ModelStage,
+    checked_layers,
+    connect,
+    connect_shards,
+    take_states,
+)
 from gpu_worker.engine.pooling.head import pool_prompts, replace_head
 from gpu_worker.engine.states.model_states import find_mixers
 

@@ -22,8 +22,7 @@ from gpu_worker.engine.cuda.linear import (
     multiplies_fp8,
 )
 from gpu_worker.engine.model.weights import ModelSource, quantization_of, quantizes
-from gpu_worker.engine.parallel.stages import TensorShards, intervals_of
-from gpu_worker.engine.parallel.tensor_parallel import parameter_finder
+from gpu_worker.engine.parallel.model_parallel import TensorShards, intervals_of, parameter_finder
 from gpu_worker.engine.quantization.blocks import Blocks, FindBlocks, no_blocks
 from gpu_worker.engine.quantization.checkpoint import (
     BLOCKS_FOLDER,

@@ -23,7 +23,7 @@ from gpu_worker.engine.model.weights import (
     quietly,
     without_quantization,
 )
-from gpu_worker.engine.parallel.stages import changed_class
+from gpu_worker.engine.parallel.model_parallel import changed_class
 from gpu_worker.engine.pictures.encoder import (
     FAMILIES,
     PICTURE_CACHE_BYTES,

@@ -25,8 +25,7 @@ from common.model_files import read_json
 from common.pooling import CLS, LAST, MAX, OFFSET_POSITIONS, PoolingConfig
 from gpu_worker.engine.batch.inputs import to_device
 from gpu_worker.engine.batch.row import PooledValues, RowSlice
-from gpu_worker.engine.parallel.stages import ModelStage, StageEnd, TpPlan
-from gpu_worker.engine.parallel.tensor_parallel import Forward, connect
+from gpu_worker.engine.parallel.model_parallel import Forward, ModelStage, StageEnd, TpPlan, connect
 from gpu_worker.engine.quantization.checkpoint import file_slices
 from gpu_worker.protocol import UnservableModel, refuse
 

@@ -41,8 +41,7 @@ from gpu_worker.engine.model.weights import (
     quantization_method,
     read_config,
 )
-from gpu_worker.engine.parallel.stages import StageEnd, find_layers
-from gpu_worker.engine.parallel.tensor_parallel import parameter_finder
+from gpu_worker.engine.parallel.model_parallel import StageEnd, find_layers, parameter_finder
 from gpu_worker.engine.quantization.checkpoint import Fields, read_tensors
 from gpu_worker.protocol import UnservableModel, refuse
 

@@ -22,8 +22,7 @@ import torch
 from gpu_worker.engine.attention.backend import zeros
 from gpu_worker.engine.batch.inputs import Inputs, offsets_of, to_device
 from gpu_worker.engine.batch.row import RowSlice
-from gpu_worker.engine.parallel.stages import is_mixer
-from gpu_worker.engine.parallel.tensor_parallel import Forward, connect
+from gpu_worker.engine.parallel.model_parallel import Forward, connect, is_mixer
 from gpu_worker.engine.states.scans import with_scans
 from gpu_worker.protocol import UnservableModel
 

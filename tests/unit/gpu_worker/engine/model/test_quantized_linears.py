@@ -25,7 +25,7 @@ from gpu_worker.engine.model.quantized_linears import (
     rounded_blocks,
 )
 from gpu_worker.engine.model.weights import ModelSource
-from gpu_worker.engine.parallel.stages import make_tp_plan
+from gpu_worker.engine.parallel.model_parallel import make_tp_plan
 from gpu_worker.engine.quantization.blocks import Blocks
 from tests.support.engine import fake_products, quantized_models, tiny_models
 from tests.support.engine.quantized_models import FORMATS, multiplies_floats

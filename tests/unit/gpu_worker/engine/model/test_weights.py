@@ -29,8 +29,7 @@ from gpu_worker.engine.model.load import threads_of
 from gpu_worker.engine.model.model import SleepingModel, unique_storages
 from gpu_worker.engine.model.weights import check_quantize, meta_model
 from gpu_worker.engine.parallel.communicator import Communicator
-from gpu_worker.engine.parallel.stages import make_tp_plan
-from gpu_worker.engine.parallel.tensor_parallel import equalize_replicas
+from gpu_worker.engine.parallel.model_parallel import equalize_replicas, make_tp_plan
 from gpu_worker.engine.quantization import gguf as convert
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import player

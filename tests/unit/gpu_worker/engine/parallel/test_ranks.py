@@ -32,13 +32,8 @@ from gpu_worker.engine.attention.choose import check_probe
 from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.load import check_same, describe_model
 from gpu_worker.engine.parallel.communicator import Communicator
+from gpu_worker.engine.parallel.model_parallel import ModelStage, checked_layers, make_tp_plan, split_layers
 from gpu_worker.engine.parallel.rendezvous import Member, RankLinks, RankLost, RendezvousFailed, connect_ranks
-from gpu_worker.engine.parallel.stages import (
-    ModelStage,
-    checked_layers,
-    make_tp_plan,
-    split_layers,
-)
 from gpu_worker.protocol import AdapterAnswer, SetAdapter, UnservableModel
 from tests.support.adapters.tiny_adapters import (
     LINEARS,
