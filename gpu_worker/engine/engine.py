@@ -17,7 +17,7 @@ import torch
 from common.messages.plan import Plan, WorkerCapacity
 from common.model_files import Progress, no_progress
 from common.settings.settings import SettingError, Settings
-from gpu_worker.engine.adapters.cache import AdapterCache
+from gpu_worker.engine.adapters import AdapterCache
 from gpu_worker.engine.batch.beams import (
     Copies,
     SearchStep,

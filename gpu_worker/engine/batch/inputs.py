@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_worker.engine.batch.adapters import AdaptedStep
 from gpu_worker.engine.batch.row import RowSlice, step_of
 from gpu_worker.engine.batch.sampling_state import Int64
 from gpu_worker.engine.batch.step_result import Int32
@@ -97,6 +96,33 @@ class RowTable:
         return np.where(places < self.starts[rows + 1][:, None], found, 0)
 
 
+@dataclass(frozen=True, slots=True)
+class AdaptedTokens:
+    """Which tokens of a step have an adapter.
+
+    Attributes:
+        slots: int32 [tokens]; where the weights of a token's adapter lie; -1: it has none.
+        order: int32 [tokens with an adapter]; their places, those of one slot next to each other.
+        starts: int32 [slots up to the last one with tokens + 1]; where the tokens of each begin in `order`.
+    """
+
+    slots: Int32
+    order: Int32
+    starts: Int32
+
+    @classmethod
+    def of(cls, slots: Int32) -> "AdaptedTokens":
+        """slots int32 [tokens]"""
+        by_slot = np.argsort(slots, kind="stable")
+        order: Int32 = by_slot[np.count_nonzero(slots < 0) :].astype(np.int32)
+        starts = np.searchsorted(slots[order], np.arange(slots.max(initial=-1) + 2))
+        return cls(slots, order, starts.astype(np.int32))
+
+
+AdaptedStep = tuple[AdaptedTokens, AdaptedTokens]
+"""A step in which some tokens have an adapter: all its tokens, and those whose logits are needed."""
+NO_TOKENS: AdaptedStep = (AdaptedTokens.of(np.zeros(0, np.int32)),) * 2
+"""Of a step that is captured or compiled as one with adapters."""
 PlacedEmbeddings = tuple[torch.Tensor, torch.Tensor]
 """The tokens int64 [count] of a step that get embeddings of a picture, and these [count, hidden]."""
 
@@ -157,9 +183,9 @@ def adapted_step(slices: Sequence[RowSlice]) -> AdaptedStep | None:
     """Which tokens of arranged slices have an adapter; None if none has."""
     if all(row_slice.row.adapter is None for row_slice in step_of(slices).others):
         return None
-    slots = [row_slice.row.adapter.slot if row_slice.row.adapter else -1 for row_slice in slices]
-    counts = [row_slice.count for row_slice in slices]
-    return AdaptedStep.of(np.repeat(np.array(slots, np.int32), counts), logit_positions(slices))
+    of_rows = [row_slice.row.adapter.slot if row_slice.row.adapter else -1 for row_slice in slices]
+    slots = np.repeat(np.array(of_rows, np.int32), [row_slice.count for row_slice in slices])
+    return AdaptedTokens.of(slots), AdaptedTokens.of(slots[logit_positions(slices)])
 
 
 def have_axes(slices: Sequence[RowSlice]) -> bool:

@@ -13,7 +13,6 @@ import numpy as np
 from common.messages.plan import NewRow
 from common.messages.records import pack_floats, pack_ids
 from common.messages.request import Generate
-from gpu_worker.engine.batch.adapters import Adapter
 from gpu_worker.engine.batch.row_pictures import RowPictures
 from gpu_worker.engine.batch.sampling_state import GrammarMask, Int64, SampleRequest, SamplingState
 from gpu_worker.engine.batch.step_result import Int32, StepSamples
@@ -35,6 +34,22 @@ def no_pictures(start: NewRow) -> None:
     """None. Raises ValueError if the row has pictures: this engine does not see."""
     if any(start.contents):
         raise ValueError("rows with pictures need a model that sees")
+
+
+@dataclass(slots=True, eq=False)
+class Adapter:
+    """A LoRA adapter that rows may have.
+
+    Attributes:
+        folder: where it was read.
+        stamp: what its files were then (adapters.py).
+        slot: where its weights lie on the device; -1: nowhere.
+    """
+
+    name: str
+    folder: str = ""
+    stamp: tuple[int, ...] = ()
+    slot: int = -1
 
 
 NUM_ENDS = 4

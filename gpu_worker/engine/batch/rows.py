@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from common.messages.plan import NewRow, Plan
 from common.messages.request import LEAST_URGENT, Generate, class_index
-from gpu_worker.engine.batch.adapters import Adapter
 from gpu_worker.engine.batch.beams import Beam, BeamGroup, BeamSearch, BeamTextFactory, Copy
 from gpu_worker.engine.batch.prefill import (
     chunks,
@@ -36,6 +35,7 @@ from gpu_worker.engine.batch.row import (
     NEVER,
     NUM_ENDS,
     TOKENS,
+    Adapter,
     GrammarFactory,
     PicturesFactory,
     PooledValues,

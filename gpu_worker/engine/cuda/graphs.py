@@ -29,8 +29,8 @@ import torch
 from torch import nn
 
 from common.process.machine import make_cache_folder
-from gpu_worker.engine.batch.adapters import NO_TOKENS
 from gpu_worker.engine.batch.inputs import (
+    NO_TOKENS,
     adapted_step,
     fill_pending_ids,
     logit_positions,

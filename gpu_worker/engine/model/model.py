@@ -17,10 +17,9 @@ from torch import nn
 
 from common import model_files
 from common.messages.request import HASHED_TOKENS
-from gpu_worker.engine.adapters.layers import AdapterLayers
+from gpu_worker.engine.adapters import AdapterLayers
 from gpu_worker.engine.attention.backend import AttentionBackend, Geometry, KVCache, LayerSpec, attach
-from gpu_worker.engine.batch.adapters import AdaptedStep
-from gpu_worker.engine.batch.inputs import Inputs, PlacedEmbeddings, build_inputs
+from gpu_worker.engine.batch.inputs import AdaptedStep, Inputs, PlacedEmbeddings, build_inputs
 from gpu_worker.engine.batch.row import RowSlice
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.model.rope import AxisRope, PerTokenRope, recompute_length

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from gpu_worker.engine.adapters.layers import AdapterLayers, takes_adapters
-from gpu_worker.engine.adapters.weights import find_targets
+from gpu_worker.engine.adapters import AdapterLayers, find_targets, takes_adapters
 from gpu_worker.engine.attention.backend import FLOATS8, PAST, keep_latents
 from gpu_worker.engine.attention.backend import WHOLE as WHOLE_PROMPTS
 from gpu_worker.engine.attention.choose import PROBE_TOKENS, probe_attention

@@ -22,8 +22,7 @@ from common.process.logs import plural
 from common.process.machine import run_delay_s
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.attention.backend import LayerSpec
-from gpu_worker.engine.batch.adapters import Adapter
-from gpu_worker.engine.batch.row import Row, RowSlice
+from gpu_worker.engine.batch.row import Adapter, Row, RowSlice
 from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
 from gpu_worker.engine.batch.split_step import Forward
 from gpu_worker.engine.cuda.graphs import FIXED_TOKENS, Capture, CudaGraphs, graph_sizes

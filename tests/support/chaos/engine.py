@@ -28,8 +28,7 @@ from common.messages.plan import NewRow, Plan, WorkerCapacity
 from common.messages.records import pack_ids, unpack_ids
 from common.process.launch import die_with_parent
 from common.settings.settings import Settings
-from gpu_worker.engine.batch.adapters import Adapter
-from gpu_worker.engine.batch.row import NEVER, RowSlice, confirmed
+from gpu_worker.engine.batch.row import NEVER, Adapter, RowSlice, confirmed
 from gpu_worker.engine.batch.rows import Rows
 from gpu_worker.engine.batch.step_result import StepSamples
 from gpu_worker.engine.drafting.proposers import Proposer

@@ -26,9 +26,8 @@ from common.settings.settings import Settings
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.row_text import RowText
 from gpu_worker.agent.state import AgentState, Outbox
-from gpu_worker.engine.batch.adapters import Adapter
 from gpu_worker.engine.batch.beams import BeamGroup
-from gpu_worker.engine.batch.row import RowSlice, confirmed
+from gpu_worker.engine.batch.row import Adapter, RowSlice, confirmed
 from gpu_worker.engine.batch.step_result import Candidate, StepSamples
 from gpu_worker.engine.drafting.proposers import Proposer
 from gpu_worker.protocol import StepResult

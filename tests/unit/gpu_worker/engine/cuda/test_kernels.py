@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_worker.engine.adapters.layers import DeviceTokens, add_low_rank
+from gpu_worker.engine.adapters import DeviceTokens, add_low_rank
 from gpu_worker.engine.attention.backend import FLOATS8, write_kv
-from gpu_worker.engine.batch.adapters import AdaptedTokens
+from gpu_worker.engine.batch.inputs import AdaptedTokens
 from gpu_worker.engine.cuda.linear import INPUTS_AT_ONCE, QuantisedLinear
 from gpu_worker.engine.quantization.blocks import Blocks
 from gpu_worker.engine.sampling.sampler import ALIGNMENT, greedy
