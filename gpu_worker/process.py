@@ -116,8 +116,9 @@ def own_ranks(settings: Settings) -> list[RankInfo]:
     return [launched]
 
 
-async def run(settings: Settings, own: ProcessIdentity, preloaded: Sequence[RankProcess] = ()) -> int:
-    """Run this worker's processes of this machine, some of which may be forked → the exit status."""
+async def run(settings: Settings, own: ProcessIdentity, forked: Sequence[tuple[int, socket.socket]]) -> int:
+    """Run this worker's processes of this machine, with the engines that were forked → the exit status."""
+    preloaded = [await RankProcess.open(ForkedProcess(pid), channel) for pid, channel in forked]
     ranks = own_ranks(settings)
     environ = {"WORKER_NAME": own.name, "WORKER_INCARNATION": own.incarnation}
     if RankInfo.read(os.environ).world_size == 1 and (gpus := claim(settings, len(ranks))):
@@ -130,14 +131,6 @@ async def run(settings: Settings, own: ProcessIdentity, preloaded: Sequence[Rank
     return await Swapper(settings, own, environ, ranks, preloaded).run()
 
 
-async def serve(
-    identity: ProcessIdentity, settings: Settings, forked: Sequence[tuple[int, socket.socket]]
-) -> int:
-    """Run this worker's processes of this machine, with the engines that were forked → the exit status."""
-    ranks = [await RankProcess.open(ForkedProcess(pid), channel) for pid, channel in forked]
-    return await run(settings, identity, ranks)
-
-
 def main(preloaded: Preloaded | None = None) -> None:
     """Run a worker; on a machine without its rank 0 only the ranks there.
 
@@ -148,7 +141,7 @@ def main(preloaded: Preloaded | None = None) -> None:
     with exit_when_unservable():
         settings = Settings.read([])
         forked = fork_engines(preloaded, len(own_ranks(settings))) if preloaded else []
-        sys.exit(uvloop.run(serve(identity, settings, forked)))
+        sys.exit(uvloop.run(run(settings, identity, forked)))
 
 
 def visible_gpus() -> list[str]:

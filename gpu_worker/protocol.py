@@ -218,6 +218,11 @@ def refuse(kind: Callable[[str], Exception], *causes: tuple[object, str]) -> Non
         raise kind(cause)
 
 
+def first_line(error: Exception) -> str:
+    """The first line of what an error says; its type if it says nothing."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
 MAX_FIELD_BYTES = 2**31 - 1
 """The longest text or packed field of a frame: a plan has the bytes of pictures."""
 

@@ -24,19 +24,13 @@ class SideThreads:
     def __init__(self) -> None:
         self.wake: Callable[[], None] = lambda: None
 
-    def make(self, name: str, niceness: int = 0, stack_bytes: int = 0) -> "SideThread":
-        """A thread that starts with its first function; it gives way to others by its `niceness`.
-
-        Args:
-            stack_bytes: 0 for the system's own size.
-        """
-        return SideThread(self, name, niceness, stack_bytes)
-
 
 class SideThread(ThreadPoolExecutor):
-    """A thread that calls functions one after another, and wakes the engine's loop after each."""
+    """A thread that calls functions one after another, and wakes the engine's loop after each. It starts with
+    the first one, and gives way to others by its `niceness`. `stack_bytes`: 0 for the system's own size.
+    """
 
-    def __init__(self, threads: SideThreads, name: str, niceness: int, stack_bytes: int) -> None:
+    def __init__(self, threads: SideThreads, name: str, niceness: int = 0, stack_bytes: int = 0) -> None:
         super().__init__(1, name, initializer=partial(give_way, niceness) if niceness else None)
         self.threads = threads
         self.stack_bytes = stack_bytes

@@ -11,7 +11,7 @@ import torch
 
 from gpu_worker.engine.attention.backend import AttentionBackend, Geometry
 from gpu_worker.engine.batch.inputs import Inputs, RowTable
-from gpu_worker.engine.batch.sampling_state import Int64
+from gpu_worker.engine.batch.step_result import Int64
 from gpu_worker.engine.cpu import native
 
 TILE_TOKENS = 32

@@ -37,8 +37,7 @@ from gpu_worker.engine.attention.flashinfer_support import (
     workspace_bytes,
 )
 from gpu_worker.engine.batch.inputs import Inputs, RowTable, offsets_of, pinned, to_device
-from gpu_worker.engine.batch.sampling_state import Int64
-from gpu_worker.engine.batch.step_result import Int32
+from gpu_worker.engine.batch.step_result import Int32, Int64
 
 OWN_PARTS = 4
 """Most parts of a row in other steps: on an H200, 16 took a row of 500 tokens twice as long as 2."""

@@ -26,7 +26,7 @@ from gpu_worker.engine.attention.backend import (
     to_kv,
 )
 from gpu_worker.engine.batch.inputs import Inputs, RowTable, to_device
-from gpu_worker.engine.batch.sampling_state import Int64
+from gpu_worker.engine.batch.step_result import Int64
 
 TILE_QUERIES = 128
 """Queries of a prompt that attend at once: their scores stay within the processor's caches."""

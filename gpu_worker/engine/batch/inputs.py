@@ -11,8 +11,7 @@ import numpy.typing as npt
 import torch
 
 from gpu_worker.engine.batch.row import RowSlice, step_of
-from gpu_worker.engine.batch.sampling_state import Int64
-from gpu_worker.engine.batch.step_result import Int32
+from gpu_worker.engine.batch.step_result import Int32, Int64
 
 Values = npt.NDArray[Any] | list[Any] | torch.Tensor
 

@@ -14,8 +14,8 @@ from common.messages.plan import NewRow
 from common.messages.records import pack_floats, pack_ids
 from common.messages.request import Generate
 from gpu_worker.engine.batch.row_pictures import RowPictures
-from gpu_worker.engine.batch.sampling_state import GrammarMask, Int64, SampleRequest, SamplingState
-from gpu_worker.engine.batch.step_result import Int32, StepSamples
+from gpu_worker.engine.batch.sampling_state import GrammarMask, SampleRequest, SamplingState
+from gpu_worker.engine.batch.step_result import Int32, Int64, StepSamples
 from gpu_worker.engine.drafting.proposers import Proposer
 from gpu_worker.protocol import SAMPLE, StepResult
 

@@ -13,11 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from gpu_worker.engine.batch.step_result import Int32
-
-Int64 = npt.NDArray[np.int64]
+from gpu_worker.engine.batch.step_result import Int32, Int64
 
 
 class PictureShape(NamedTuple):

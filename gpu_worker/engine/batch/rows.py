@@ -21,6 +21,7 @@ from common.messages.plan import NewRow, Plan
 from common.messages.request import LEAST_URGENT, Generate, class_index
 from gpu_worker.engine.batch.beams import Beam, BeamGroup, BeamSearch, BeamTextFactory, Copy
 from gpu_worker.engine.batch.prefill import (
+    PrefillBudget,
     chunks,
     encoding_cost,
     line_up,
@@ -29,7 +30,6 @@ from gpu_worker.engine.batch.prefill import (
     schedule_units,
     whole_prompts,
 )
-from gpu_worker.engine.batch.prefill_budget import PrefillBudget
 from gpu_worker.engine.batch.row import (
     LINE,
     NEVER,
@@ -47,9 +47,9 @@ from gpu_worker.engine.batch.row import (
     not_served,
     step_of,
 )
-from gpu_worker.engine.batch.sampling_state import Int64, SamplingState
+from gpu_worker.engine.batch.sampling_state import SamplingState
 from gpu_worker.engine.batch.state_slots import StateSlots
-from gpu_worker.engine.batch.step_result import Int32, StepSamples
+from gpu_worker.engine.batch.step_result import Int32, Int64, StepSamples
 from gpu_worker.engine.drafting.proposers import ProposerFactory
 from gpu_worker.protocol import SAMPLE_DTYPE, StepResult
 

@@ -15,12 +15,11 @@ import numpy.typing as npt
 
 from common.messages.plan import NewRow
 from common.messages.request import SamplingParams
+from gpu_worker.engine.batch.step_result import Float32
 
 log = logging.getLogger(__name__)
 
 Bits = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
-Float32 = npt.NDArray[np.float32]
 
 LIMIT_ERROR = re.compile("too (many|big)|; max is")
 """In llguidance's error if a grammar takes more work or memory than llguidance allows."""

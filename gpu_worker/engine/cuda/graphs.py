@@ -42,6 +42,7 @@ from gpu_worker.engine.batch.inputs import (
 from gpu_worker.engine.batch.row import RowSlice, step_of
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.model.model import LoadedModel
+from gpu_worker.protocol import first_line
 
 FIXED_TOKENS = 256
 """Tokens of the graph with DETERMINISTIC. As far as reading weights from memory takes the time, a step of so
@@ -282,7 +283,7 @@ def run_without_sync(run: Callable[[], None]) -> None:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        raise CaptureError(next(iter(str(error).splitlines()), type(error).__name__)) from error
+        raise CaptureError(first_line(error)) from error
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -315,10 +316,7 @@ def compile_layers(model: nn.Module, attentions: Iterable[nn.Module], try_out: C
     try:
         try_out()
     except UNCOMPILABLE as error:
-        log.warning(
-            "its layers are not compiled, steps are slower: %s",
-            next(iter(str(error).splitlines()), type(error).__name__),
-        )
+        log.warning("its layers are not compiled, steps are slower: %s", first_line(error))
         for layer in layers:
             layer._compiled_call_impl = None
         return 0

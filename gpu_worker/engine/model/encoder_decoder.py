@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 from transformers import AutoModelForSeq2SeqLM
@@ -26,7 +25,7 @@ from gpu_worker.engine.attention.backend import ENCODED, AttentionSpec, Geometry
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.batch.inputs import Inputs, RowTable, positions_of, to_device
 from gpu_worker.engine.batch.row import RowSlice
-from gpu_worker.engine.batch.step_result import Int32
+from gpu_worker.engine.batch.step_result import Int32, Int64
 from gpu_worker.engine.cpu.packed_linear import PackedLinear, pack_linears
 from gpu_worker.engine.model.model import LoadContext, LoadedModel
 from gpu_worker.protocol import UnservableModel
@@ -49,7 +48,6 @@ BART = ModuleNames("layers", "self_attn", "encoder_attn", "k_proj", "v_proj", "n
 T5 = ModuleNames("block", "layer.0.SelfAttention", "layer.1.EncDecAttention", "k", "v", "n_heads")
 FAMILIES = {"bart": BART, "mbart": BART, "mt5": T5, "pegasus": BART, "t5": T5}
 """By the model types that are served."""
-Int64 = npt.NDArray[np.int64]
 
 # --- what a step computes -----------------------------------------------------------------------------------
 

@@ -47,16 +47,12 @@ DraftLoader = Callable[[LoadedModel, model_files.Progress], Draft | None]
 """(the model without a cache, progress) → what proposes tokens."""
 
 
-def no_draft(*_: object) -> None:
-    """No model proposes tokens."""
-
-
 @torch.inference_mode()
 def load(
     settings: Settings,
     progress: model_files.Progress,
     communicator: Communicator,
-    load_draft: DraftLoader = no_draft,
+    load_draft: DraftLoader,
 ) -> LoadedModel:
     """Load the model, and what proposes tokens beside it. Raises SettingError if the settings cannot be
     served, before weights are read if possible.

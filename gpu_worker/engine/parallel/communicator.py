@@ -16,7 +16,7 @@ import torch.distributed as dist
 from common.rank import RankInfo
 from common.settings.settings import SettingError
 from gpu_worker.engine.parallel.rendezvous import RankLinks, RendezvousFailed, connect_ranks
-from gpu_worker.protocol import Command, FrameDecoder, encode
+from gpu_worker.protocol import Command, FrameDecoder, encode, first_line
 
 CONNECT_TIMEOUT = timedelta(seconds=60)
 FOREVER = timedelta(days=365)
@@ -233,10 +233,6 @@ def name_interface(address: str) -> None:
         if address in [one.address for one in known]:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
-
-
-def first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 SINGLE_RANK = Communicator(RankInfo())

@@ -56,7 +56,7 @@ from gpu_worker.engine.model.weights import (
 )
 from gpu_worker.engine.parallel.communicator import Communicator
 from gpu_worker.engine.quantization.checkpoint import METHODS, read_tensors
-from gpu_worker.protocol import UnservableModel, refuse
+from gpu_worker.protocol import UnservableModel, first_line, refuse
 
 UNITS = (64, 32, 16, 8, 1)
 """Features are cut at multiples of the first of these that gives each rank one: matrix products are faster
@@ -579,8 +579,8 @@ def read_by_package(source: ModelSource, method: str) -> Any:
     try:
         return load_pretrained(read, settings, dtype=source.dtype, device_map={"": source.device})
     except (ImportError, RuntimeError, ValueError, NotImplementedError) as error:
-        cause = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise SettingError("model_id", f"{settings.model_id} is quantised ({method}): {cause}") from error
+        cause = f"is quantised ({method}): {first_line(error)}"
+        raise SettingError("model_id", f"{settings.model_id} {cause}") from error
 
 
 def stage_tensors(tensors: Mapping[str, Any], model: Any, stage: ModelStage) -> dict[str, Any]:

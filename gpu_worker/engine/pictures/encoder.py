@@ -32,7 +32,7 @@ from gpu_worker.engine.batch.row_pictures import (
     RowPictures,
     placeholders_of,
 )
-from gpu_worker.engine.side_threads import SideThreads
+from gpu_worker.engine.side_threads import SideThread, SideThreads
 
 Tensors = Mapping[str, torch.Tensor]
 """What a processor makes of one picture, by the names of the tower's arguments; shapes by the family."""
@@ -274,7 +274,7 @@ class PictureEncoder(StepPart):
         self.waits = waits
         self.held: OrderedDict[Key, PictureState] = OrderedDict()
         self.waiting: deque[PictureState] = deque()
-        self.thread = side_threads.make("pictures", NICENESS)
+        self.thread = SideThread(side_threads, "pictures", NICENESS)
 
     def start(self, start: NewRow) -> RowPictures | None:
         """The pictures of a row that starts, None if it has none; those that are not held begin to be

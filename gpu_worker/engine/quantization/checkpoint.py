@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from common import model_files
 from gpu_worker.engine.cuda.linear import fits_fp8_kernel, round_rows
 from gpu_worker.engine.quantization.blocks import LARGEST_BLOCK, SMALLEST_BLOCK, Blocks
-from gpu_worker.protocol import UnservableModel, first_cause
+from gpu_worker.protocol import UnservableModel, first_cause, first_line
 
 Config = Mapping[str, Any]
 """What config.json says of the quantisation."""
@@ -469,8 +469,7 @@ def naming_layer(layer: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, RuntimeError) as error:
-        cause = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise UnservableModel(f"{layer} cannot be read: {cause}") from error
+        raise UnservableModel(f"{layer} cannot be read: {first_line(error)}") from error
 
 
 def read_tensors(path: Path, config: Config | None = None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from common.process import machine
 from gpu_worker.engine.batch.sampling_state import Bits, GrammarMask, SampleRequest, SamplingState
-from gpu_worker.engine.side_threads import SideThreads
+from gpu_worker.engine.side_threads import SideThread, SideThreads
 
 WORD_BITS = 32
 COMPILER_STACK_BYTES = 128 * 2**20
@@ -61,8 +61,8 @@ class Matchers:
         self.eos_ids = list(eos_ids)
         self.waits = waits
         self.pending: Future[None] | None = None
-        self.compiler = side_threads.make("compile-grammars", stack_bytes=COMPILER_STACK_BYTES)
-        self.masker = side_threads.make("mask-tokens")
+        self.compiler = SideThread(side_threads, "compile-grammars", stack_bytes=COMPILER_STACK_BYTES)
+        self.masker = SideThread(side_threads, "mask-tokens")
 
     @cached_property
     def vocabulary(self) -> llguidance.LLTokenizer:

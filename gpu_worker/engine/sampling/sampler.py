@@ -32,7 +32,8 @@ import torch
 from common.messages.request import SamplingParams
 from gpu_worker.engine.batch.inputs import offsets_of, to_device
 from gpu_worker.engine.batch.row import RowSlice, step_of
-from gpu_worker.engine.batch.sampling_state import Float32, Int64, SampleRequest, SamplingState
+from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
+from gpu_worker.engine.batch.step_result import Float32, Int64
 from gpu_worker.engine.cpu import native
 from gpu_worker.engine.sampling.grammar import WORD_BITS, mask_of, num_words
 

@@ -14,7 +14,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -140,13 +140,8 @@ def make_span(group: Sequence[PlacedChunk], device: torch.device) -> StateSpan:
     )
 
 
-class StateName(NamedTuple):
-    """Which state of a mixer: `conv` or `recurrent`, and which one of several."""
-
-    kind: str
-    number: int
-
-
+StateName = tuple[str, int]
+"""Which state of a mixer: its kind, and which one of several."""
 CONV, RECURRENT = "conv", "recurrent"
 
 
@@ -177,7 +172,7 @@ class RowStates:
         """Yield [rows, channels, size] of the dtype that the mixer keeps: Zamba scans its heads one by one,
         the others have one scan.
         """
-        first = self.states.get(StateName(RECURRENT, 0))
+        first = self.states.get((RECURRENT, 0))
         if first is not None:
             yield from first.unbind(1) if first.dim() == 4 else [first]
 
@@ -191,11 +186,11 @@ class RowStates:
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """→ [rows, channels, width] of the model's dtype, which mixers may change in place"""
-        return self.states.get(StateName(CONV, state_idx))
+        return self.states.get((CONV, state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """→ [rows, ...] of the dtype that the mixer keeps, which it may change in place"""
-        return self.states.get(StateName(RECURRENT, state_idx))
+        return self.states.get((RECURRENT, state_idx))
 
     def update_conv_state(
         self,
@@ -208,7 +203,7 @@ class RowStates:
         """Take new inputs [rows, channels, tokens] → those before them and them, [rows, channels, tokens and
         at least `conv_kernel_size`], of the model's dtype.
         """
-        name = StateName(CONV, state_idx)
+        name = CONV, state_idx
         before = self.states.get(name)
         width = before.shape[-1] if before is not None else conv_kernel_size or conv_states.shape[-1]
         if before is not None:
@@ -227,7 +222,7 @@ class RowStates:
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **rest: object
     ) -> torch.Tensor:
         """Take the new state [rows, ...] of the dtype that the mixer keeps."""
-        self.states[StateName(RECURRENT, state_idx)] = recurrent_states
+        self.states[RECURRENT, state_idx] = recurrent_states
         return recurrent_states
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
@@ -463,7 +458,7 @@ def takes_padding(mixer: Any, like: torch.Tensor) -> bool:
     padded = torch.arange(count, device=like.device) >= torch.tensor([[count], [short]], device=like.device)
     together = RowStates(counts=torch.tensor([count, short], device=like.device), padded=padded)
     found = together.run(mixer, hidden.expand(2, -1, -1))
-    if not together.num_scans and any(name.kind == RECURRENT for name in together.states):
+    if not together.num_scans and any(kind == RECURRENT for kind, _ in together.states):
         return False
     return is_near(found[1:, :short], expected) and all(
         is_near(together.states[name][1:], state) for name, state in alone.states.items()

@@ -31,8 +31,7 @@ from gpu_worker.agent.state import AgentState
 from gpu_worker.engine.batch.beams import BeamGroup
 from gpu_worker.engine.batch.row import PooledValues, Row, RowSlice
 from gpu_worker.engine.batch.rows import Rows
-from gpu_worker.engine.batch.sampling_state import Int64
-from gpu_worker.engine.batch.step_result import PromptLogprobs, StepSamples, TopLogprobs
+from gpu_worker.engine.batch.step_result import Int64, PromptLogprobs, StepSamples, TopLogprobs
 from gpu_worker.protocol import StepResult
 from tests.support.chaos.engine import BLOCK_SIZE
 from tests.support.fleet.modeless_worker import ModelessEngine

@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.messages.plan import NewRow, Plan
-from gpu_worker.engine.batch.prefill import PATIENCE
-from gpu_worker.engine.batch.prefill_budget import PrefillBudget
+from gpu_worker.engine.batch.prefill import PATIENCE, PrefillBudget
 from gpu_worker.engine.batch.row import Adapter, Row, RowSlice
 from gpu_worker.engine.batch.row_pictures import PictureShape, PictureState, PlacedPicture, RowPictures
 from gpu_worker.engine.batch.rows import Rows

@@ -15,6 +15,7 @@ from transformers.models.mamba import modeling_mamba
 
 from common.messages.request import BeamParams
 from common.settings.settings import Settings
+from gpu_worker.engine.drafting.load_draft import load_draft
 from gpu_worker.engine.engine import Engine
 from gpu_worker.engine.model.load import load
 from gpu_worker.engine.parallel.communicator import SINGLE_RANK
@@ -22,7 +23,6 @@ from gpu_worker.engine.states.model_states import (
     RECURRENT,
     ModelStates,
     RowStates,
-    StateName,
     check_parts,
     find_mixers,
 )
@@ -103,13 +103,15 @@ def test_adapters_change_attention_and_no_mixer(granite: tuple[Path, Ids], tmp_p
 
 def test_states_count_within_the_memory_of_the_cache(granite: tuple[Path, Ids]) -> None:
     """States take half of it at most; where they need more, fewer rows run."""
-    loaded = load(Settings(model_id=str(granite[0]), kv_cache_bytes=2**20, **SETTINGS), print, SINGLE_RANK)
+    loaded = load(
+        Settings(model_id=str(granite[0]), kv_cache_bytes=2**20, **SETTINGS), print, SINGLE_RANK, load_draft
+    )
     states, blocks = loaded.states, loaded.cache.num_blocks
     assert 0 < states.num_slots < 256
     assert states.slot_bytes * (states.num_slots + 1) <= 2**19 < states.slot_bytes * (states.num_slots + 2)
     assert 2**19 - loaded.geometry.block_bytes < blocks * loaded.geometry.block_bytes <= 2**20
     few = Settings(model_id=str(granite[0]), kv_cache_bytes=2**20, max_batch_size=3, **SETTINGS)
-    assert load(few, print, SINGLE_RANK).states.num_slots == 3
+    assert load(few, print, SINGLE_RANK, load_draft).states.num_slots == 3
 
 
 def test_rows_with_states_propose_nothing(
@@ -279,6 +281,6 @@ def test_two_scans_are_one(gated: bool) -> None:
 
     whole, last = part(0, tokens, RowStates())
     first, state = part(0, 5, RowStates())
-    rest, end = part(5, tokens, RowStates({StateName(RECURRENT, 0): state}))
+    rest, end = part(5, tokens, RowStates({(RECURRENT, 0): state}))
     torch.testing.assert_close(torch.cat((first, rest), -1), whole, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(end, last, rtol=1e-4, atol=1e-4)
