@@ -32,7 +32,7 @@ from common.adapters import WEIGHTS, AdapterConfig, AdapterFault, read_config
 from common.settings.settings import Settings
 from gpu_worker.engine.attention.backend import zeros
 from gpu_worker.engine.batch.inputs import AdaptedStep, AdaptedTokens, to_device
-from gpu_worker.engine.batch.row import Adapter, RowSlice, StepPart, step_of
+from gpu_worker.engine.batch.row import Adapter, RowSlice, StepPart, StepSlices
 from gpu_worker.engine.cpu import native
 from gpu_worker.engine.cpu.packed_linear import ALIGNED_BYTES, LargePages, NativeLinear
 from gpu_worker.engine.model.weights import TEXT_KEY_MAPPING, listed, renamed
@@ -581,9 +581,9 @@ class AdapterCache(StepPart):
             self.used.pop(adapter, None)
             adapter.slot = -1
 
-    def prepare(self, rows: Any, slices: Sequence[RowSlice]) -> Sequence[RowSlice]:
+    def prepare(self, rows: Any, slices: StepSlices) -> Sequence[RowSlice]:
         """Put the adapters of the step on the device; without those that cannot be read any more."""
-        asked = dict.fromkeys(part.row.adapter for part in step_of(slices).others if part.row.adapter)
+        asked = dict.fromkeys(part.row.adapter for part in slices.others if part.row.adapter)
         lost = {adapter for adapter in asked if not self.bring(adapter, asked)}
         return slices if not lost else [part for part in slices if part.row.adapter not in lost]
 

@@ -27,7 +27,7 @@ from gpu_worker.engine.batch.beams import (
     text_factory,
 )
 from gpu_worker.engine.batch.inputs import build_inputs
-from gpu_worker.engine.batch.row import RowSlice, StepPart, StepSlices, request_at, step_of
+from gpu_worker.engine.batch.row import StepPart, StepSlices, request_at
 from gpu_worker.engine.batch.rows import NO_BLOCKS, Rows
 from gpu_worker.engine.batch.sampling_state import SampleRequest
 from gpu_worker.engine.batch.split_step import forward_in_halves
@@ -117,15 +117,14 @@ class LaunchPace:
 SAMPLING_STATE = attrgetter("sampling_state")
 
 
-def sample_requests(slices: Sequence[RowSlice]) -> list[SampleRequest | None]:
+def sample_requests(slices: StepSlices) -> list[SampleRequest | None]:
     """The requests of the rows that sample, once the host has read the step before; None for greedy samples
     and for those that are dropped.
     """
-    step = step_of(slices)
-    requests: list[SampleRequest | None] = [None] * len(step.rows)
-    if any(states := [*map(SAMPLING_STATE, step.rows)]):
-        requests = [*map(request_at, states, step.indices.tolist())]
-    for row_slice in step.others:
+    requests: list[SampleRequest | None] = [None] * len(slices.rows)
+    if any(states := [*map(SAMPLING_STATE, slices.rows)]):
+        requests = [*map(request_at, states, slices.indices.tolist())]
+    for row_slice in slices.others:
         row = row_slice.row
         if row.sampling_state is None or row.ended or row_slice.num_returns != row.num_returns:
             requests += [None] * row_slice.num_samples
@@ -489,7 +488,8 @@ class Engine:
         if before:
             self.pace.on_launch(before.is_done)
         elif self.communicator.samples:
-            self.matchers.start_masks(sample_requests([part for part in slices.others if part.row.awaited]))
+            awaited = StepSlices([part for part in slices.others if part.row.awaited])
+            self.matchers.start_masks(sample_requests(awaited))
         slices, logits = self.forward_able(slices, before.ids if before else None)
         for part in self.parts:
             part.after(self.rows, slices)
@@ -553,7 +553,7 @@ class Engine:
         return self.rows.fail(slices, computed), logits
 
     @torch.inference_mode()
-    def forward(self, slices: Sequence[RowSlice], previous: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, slices: StepSlices, previous: torch.Tensor | None = None) -> torch.Tensor:
         """Arranged slices → logits float [num_logits, vocabulary]. `previous` int64 [rows]: ids that the step
         in flight samples. In a stage before the last hidden states [1, tokens, hidden], which go to the next
         stage.
@@ -564,7 +564,7 @@ class Engine:
         else:
             expected = None
             if not loaded.stage.is_first:
-                shape = (1, step_of(slices).num_tokens, loaded.model.config.hidden_size)
+                shape = (1, slices.num_tokens, loaded.model.config.hidden_size)
                 expected = communicator.expect_states(shape, loaded.geometry.dtype, loaded.device)
             inputs = build_inputs(slices, self.block_size, loaded.device, previous)
             output = loaded.forward(inputs, expected() if expected else None)

@@ -28,7 +28,7 @@ from common.messages.records import BeamSequence, num_group_blocks, pack_sequenc
 from common.messages.request import BeamParams, StoppingParams
 from common.model_files import read_tokenizer
 from gpu_worker.engine.batch.inputs import to_device
-from gpu_worker.engine.batch.row import Row, RowOutput, RowSlice, StepPart, step_of
+from gpu_worker.engine.batch.row import Row, RowOutput, RowSlice, StepPart, StepSlices
 from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
 from gpu_worker.engine.batch.step_result import Candidate, Int32, StepSamples
 from gpu_worker.engine.sampling.sampler import adjust_scores
@@ -223,7 +223,7 @@ class Copies(StepPart):
         self.copy = copy
         self.copies = copies
 
-    def prepare(self, rows: Any, slices: Sequence[RowSlice]) -> Sequence[RowSlice]:
+    def prepare(self, rows: Any, slices: StepSlices) -> Sequence[RowSlice]:
         if self.copies:
             self.copy(self.copies)
             self.copies.clear()
@@ -383,13 +383,12 @@ class SearchStep:
     num_found: int
 
 
-def search_steps(slices: Sequence[RowSlice], vocab_size: int) -> Iterator[SearchStep]:
+def search_steps(slices: StepSlices, vocab_size: int) -> Iterator[SearchStep]:
     """Yield the searches that sample in a step of these slices. The slices of a search are neighbours. One
     that has lost a beam, since its forward failed, has ended.
     """
-    step = step_of(slices)
-    end = len(step.rows)
-    for output, parts in groupby(step.others, lambda row_slice: row_slice.row.output):
+    end = len(slices.rows)
+    for output, parts in groupby(slices.others, lambda row_slice: row_slice.row.output):
         begin, end = end, end + sum(row_slice.num_samples for row_slice in parts)
         if isinstance(output, BeamGroup) and end - begin == len(output.search.beams):
             num_found = min(output.search.num_candidates, (end - begin) * vocab_size)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_worker.engine.batch.row import RowSlice, step_of
+from gpu_worker.engine.batch.row import StepSlices
 from gpu_worker.engine.batch.step_result import Int32, Int64
 
 Values = npt.NDArray[Any] | list[Any] | torch.Tensor
@@ -64,7 +64,7 @@ class RowTable:
     encoded: Int64 | None = None
 
     @classmethod
-    def of(cls, slices: Sequence[RowSlice], block_size: int) -> "RowTable":
+    def of(cls, slices: StepSlices, block_size: int) -> "RowTable":
         """The rows of arranged slices."""
         counts = np.array([one.count for one in slices], np.int64)
         lengths = np.array([one.kv_len for one in slices], np.int64)
@@ -145,7 +145,7 @@ class Inputs:
     positions: torch.Tensor
     sampled: torch.Tensor
     rows: RowTable
-    slices: Sequence[RowSlice] = ()
+    slices: StepSlices
     adapters: AdaptedStep | None = None
     pictures: Sequence[PlacedEmbeddings] = ()
     axes: torch.Tensor | None = None
@@ -161,7 +161,7 @@ class Inputs:
 
 
 def build_inputs(
-    slices: Sequence[RowSlice], block_size: int, device: torch.device, previous: torch.Tensor | None = None
+    slices: StepSlices, block_size: int, device: torch.device, previous: torch.Tensor | None = None
 ) -> Inputs:
     """Build the inputs of arranged slices. `previous` int64 [rows]: ids that the step in flight samples."""
     ids, rows = token_ids(slices).astype(np.int64), RowTable.of(slices, block_size)
@@ -173,26 +173,26 @@ def build_inputs(
         rows=rows,
         slices=slices,
         adapters=adapted_step(slices),
-        pictures=[*placed_embeddings(slices, device)] if step_of(slices).has_prompts else (),
+        pictures=[*placed_embeddings(slices, device)] if slices.has_prompts else (),
         axes=None if axes is None else to_device(axes, device),
     )
 
 
-def adapted_step(slices: Sequence[RowSlice]) -> AdaptedStep | None:
+def adapted_step(slices: StepSlices) -> AdaptedStep | None:
     """Which tokens of arranged slices have an adapter; None if none has."""
-    if all(row_slice.row.adapter is None for row_slice in step_of(slices).others):
+    if all(row_slice.row.adapter is None for row_slice in slices.others):
         return None
     of_rows = [row_slice.row.adapter.slot if row_slice.row.adapter else -1 for row_slice in slices]
     slots = np.repeat(np.array(of_rows, np.int32), [row_slice.count for row_slice in slices])
     return AdaptedTokens.of(slots), AdaptedTokens.of(slots[logit_positions(slices)])
 
 
-def have_axes(slices: Sequence[RowSlice]) -> bool:
+def have_axes(slices: StepSlices) -> bool:
     """Whether tokens of some rows have positions in time, height and width."""
-    return any(one.row.pictures and one.row.pictures.has_axes for one in step_of(slices).others)
+    return any(one.row.pictures and one.row.pictures.has_axes for one in slices.others)
 
 
-def axes_of(slices: Sequence[RowSlice], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def axes_of(slices: StepSlices, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Return positions in time, height and width, int64 [3, tokens]. positions int64 [tokens]"""
     axes = np.tile(positions, (3, 1))
     ends = offsets_of(one.count for one in slices)
@@ -205,7 +205,7 @@ def axes_of(slices: Sequence[RowSlice], positions: npt.NDArray[np.int64]) -> npt
     return axes
 
 
-def rotary_positions(slices: Sequence[RowSlice], positions: Int32) -> Int32:
+def rotary_positions(slices: StepSlices, positions: Int32) -> Int32:
     """Return what turns queries and keys of rows that decode, int32 [tokens]. positions int32 [tokens]"""
     if not have_axes(slices):
         return positions
@@ -213,7 +213,7 @@ def rotary_positions(slices: Sequence[RowSlice], positions: Int32) -> Int32:
     return positions + np.repeat(np.array(shifts, np.int32), [one.count for one in slices])
 
 
-def placed_embeddings(slices: Sequence[RowSlice], device: torch.device) -> Iterator[PlacedEmbeddings]:
+def placed_embeddings(slices: StepSlices, device: torch.device) -> Iterator[PlacedEmbeddings]:
     """Yield the embeddings of pictures in chunks of prompts. A stage that has no embedding needs none."""
     for row_slice, begin in zip(slices, offsets_of(one.count for one in slices), strict=False):
         if not row_slice.row.pictures or row_slice.decodes:
@@ -224,32 +224,30 @@ def placed_embeddings(slices: Sequence[RowSlice], device: torch.device) -> Itera
                 yield to_device(places + begin, device), values
 
 
-def logit_positions(slices: Sequence[RowSlice]) -> npt.NDArray[np.int64]:
+def logit_positions(slices: StepSlices) -> npt.NDArray[np.int64]:
     """Return the places int64 [num_logits] of the tokens whose logits are needed, the last ones of each
     slice.
     """
-    step = step_of(slices)
-    ends = len(step.rows) + np.cumsum([one.count for one in step.others], dtype=np.int64)
-    places = (np.arange(end - one.num_logits, end) for end, one in zip(ends, step.others, strict=True))
-    return np.concatenate((np.arange(len(step.rows)), *places))
+    ends = len(slices.rows) + np.cumsum([one.count for one in slices.others], dtype=np.int64)
+    places = (np.arange(end - one.num_logits, end) for end, one in zip(ends, slices.others, strict=True))
+    return np.concatenate((np.arange(len(slices.rows)), *places))
 
 
-def token_ids(slices: Sequence[RowSlice]) -> Int32:
+def token_ids(slices: StepSlices) -> Int32:
     """Return the ids of arranged slices, int32 [tokens]: of rows that decode the last id of each, then its
     proposals. An id that the host does not know yet is -1 minus its place among the samples of the step in
     flight.
     """
-    step, known = step_of(slices), list[Int32 | list[int]]()
-    for one in step.others:
+    known = list[Int32 | list[int]]()
+    for one in slices.others:
         source = one.row.last_id if one.source_place is None else -1 - one.source_place
         known.append([source, *one.proposed] if one.decodes else one.row.ids[one.begin : one.kv_len])
-    return np.concatenate([step.ids, *known], dtype=np.int32, casting="unsafe")
+    return np.concatenate([slices.ids, *known], dtype=np.int32, casting="unsafe")
 
 
-def positions_of(slices: Sequence[RowSlice]) -> npt.NDArray[np.int64]:
+def positions_of(slices: StepSlices) -> npt.NDArray[np.int64]:
     """Return the positions of tokens in their sequences, int64 [tokens]."""
-    step = step_of(slices)
-    return np.concatenate([step.begins, *(np.arange(one.begin, one.kv_len) for one in step.others)])
+    return np.concatenate([slices.begins, *(np.arange(one.begin, one.kv_len) for one in slices.others)])
 
 
 def offsets_of(counts: Iterable[int]) -> npt.NDArray[np.int64]:

@@ -422,11 +422,6 @@ class StepSlices(Sequence[RowSlice]):
         return len(self.rows) + sum(one.count for one in self.others)
 
 
-def step_of(slices: Sequence[RowSlice]) -> StepSlices:
-    """A step of these slices."""
-    return slices if isinstance(slices, StepSlices) else StepSlices(slices)
-
-
 class StepPart:
     """What an engine has beside its model's forward (drafts, adapters, pictures, states): it is asked around
     each step. `rows` are the engine's `Rows`.
@@ -440,11 +435,11 @@ class StepPart:
     def before(self, rows: Any) -> None:
         """Before the rows of the next step are chosen."""
 
-    def prepare(self, rows: Any, slices: Sequence[RowSlice]) -> Sequence[RowSlice]:
+    def prepare(self, rows: Any, slices: StepSlices) -> Sequence[RowSlice]:
         """Before the forward → the slices that it may have."""
         return slices
 
-    def after(self, rows: Any, slices: Sequence[RowSlice]) -> None:
+    def after(self, rows: Any, slices: StepSlices) -> None:
         """Once the forward is launched."""
 
     def granted(self, blocks: Sequence[Int32]) -> None:
@@ -466,8 +461,8 @@ def confirmed(sampled: Sequence[int], proposed: Sequence[int]) -> list[int]:
     return list(sampled[: 1 + next(wrong, len(proposed))])
 
 
-def arrange(slices: Sequence[RowSlice]) -> list[RowSlice]:
-    """Put slices in the order of a step's tokens: rows that decode, longest first, then chunks of prompts."""
+def arrange(slices: Sequence[RowSlice]) -> StepSlices:
+    """A step of these slices: rows that decode, the longest first, then chunks of prompts."""
     decoding = [row_slice for row_slice in slices if row_slice.decodes]
     prompts = [row_slice for row_slice in slices if not row_slice.decodes]
-    return sorted(decoding, key=attrgetter("begin"), reverse=True) + prompts
+    return StepSlices(sorted(decoding, key=attrgetter("begin"), reverse=True) + prompts)

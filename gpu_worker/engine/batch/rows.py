@@ -45,7 +45,6 @@ from gpu_worker.engine.batch.row import (
     logits_span,
     no_pictures,
     not_served,
-    step_of,
 )
 from gpu_worker.engine.batch.sampling_state import SamplingState
 from gpu_worker.engine.batch.state_slots import StateSlots
@@ -339,16 +338,15 @@ class Rows:
         num_places = int(self.numbers["num_places"][self.order].sum())
         return max(0, self.max_decoded - min(num_places, self.grant.max_rows or sys.maxsize))
 
-    def collect(self, slices: Sequence[RowSlice], samples: StepSamples) -> None:
+    def collect(self, slices: StepSlices, samples: StepSamples) -> None:
         """Take what a launched step sampled: all samples of all slices, in order; for beam searches there are
         `candidates` in their place.
         """
         result, scored = self.result, iter(samples.prompt_logprobs)
-        step = step_of(slices)
-        self.collect_next(step, samples)
-        place = len(step.rows)
+        self.collect_next(slices, samples)
+        place = len(slices.rows)
         result.logits += samples.logits
-        for row_slice in step.others:
+        for row_slice in slices.others:
             row = row_slice.row
             row.in_flight -= 1
             if not row_slice.decodes:

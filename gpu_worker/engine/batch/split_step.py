@@ -5,18 +5,18 @@ A forward that is run again writes again what the first try wrote into the cache
 
 import logging
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from common.process.logs import plural
-from gpu_worker.engine.batch.row import RowSlice
+from gpu_worker.engine.batch.row import RowSlice, StepSlices
 
 log = logging.getLogger(__name__)
 
 CPU_MESSAGES = ("can't allocate memory", "not enough memory")
 
-Forward = Callable[[Sequence[RowSlice]], torch.Tensor]
+Forward = Callable[[StepSlices], torch.Tensor]
 """Arranged slices → logits float [num_logits, vocabulary]."""
 
 
@@ -35,7 +35,7 @@ def release_tensors(error: Exception) -> None:
 
 
 def forward_in_halves(
-    forward: Forward, slices: Sequence[RowSlice], trial: Sequence[RowSlice], error: Exception
+    forward: Forward, slices: StepSlices, trial: StepSlices, error: Exception
 ) -> tuple[list[RowSlice], torch.Tensor]:
     """Compute in halves a step for which `forward` raised `error`, without the rows for which it raises again
     → the slices computed, and their logits float [num_logits, vocabulary].
@@ -52,8 +52,8 @@ def forward_in_halves(
 
 
 def computable_halves(
-    forward: Forward, slices: Sequence[RowSlice], error: Exception
-) -> list[tuple[Sequence[RowSlice], torch.Tensor]]:
+    forward: Forward, slices: StepSlices, error: Exception
+) -> list[tuple[StepSlices, torch.Tensor]]:
     """Return what can be computed of a failed step, in order: slices, and their logits float [num_logits,
     vocabulary]. A row whose tokens do not fit into memory together is computed in pieces.
     """
@@ -63,10 +63,10 @@ def computable_halves(
     release_tensors(error)
     torch.cuda.empty_cache()
     middle = len(slices) // 2
-    halves: list[Sequence[RowSlice]] = [slices[:middle], slices[middle:]] if middle else []
-    if is_scarce and not (halves := halves or [*split_slice(slices[0])]):
+    halves = [StepSlices(half) for half in (slices[:middle], slices[middle:])] if middle else []
+    if is_scarce and not (halves := halves or split_slice(slices[0])):
         raise error
-    found: list[tuple[Sequence[RowSlice], torch.Tensor]] = []
+    found: list[tuple[StepSlices, torch.Tensor]] = []
     for half in halves:
         try:
             found.append((half, forward(half).clone()))  # graphs write all logits into one buffer
@@ -77,7 +77,7 @@ def computable_halves(
     return [(slices, torch.cat([logits for _, logits in found]))] if found else []
 
 
-def split_slice(row_slice: RowSlice) -> list[list[RowSlice]]:
+def split_slice(row_slice: RowSlice) -> list[StepSlices]:
     """Return two halves of a slice; none of a single token, of a row that decodes, or of one that is computed
     as a whole.
     """
@@ -92,21 +92,13 @@ def split_slice(row_slice: RowSlice) -> list[list[RowSlice]]:
             return []
     unscored = row_slice.count - row_slice.samples - row_slice.num_scored
     scores = min(max(0, first - unscored), row_slice.num_scored)
-    return [
-        [RowSlice(row_slice.row, row_slice.begin, first, False, num_scored=scores)],
-        [
-            RowSlice(
-                row_slice.row,
-                row_slice.begin + first,
-                row_slice.count - first,
-                row_slice.samples,
-                num_scored=row_slice.num_scored - scores,
-            )
-        ],
-    ]
+    row, begin, rest = row_slice.row, row_slice.begin, row_slice.num_scored - scores
+    before = RowSlice(row, begin, first, False, num_scored=scores)
+    after = RowSlice(row, begin + first, row_slice.count - first, row_slice.samples, num_scored=rest)
+    return [StepSlices([before]), StepSlices([after])]
 
 
-def run_trial(forward: Forward, trial: Sequence[RowSlice], error: Exception) -> None:
+def run_trial(forward: Forward, trial: StepSlices, error: Exception) -> None:
     """Raises `error` if model or device are broken for every row."""
     try:
         if forward(trial).is_cuda:

@@ -12,7 +12,7 @@ from typing import Any
 
 from gpu_worker.engine.batch.beams import Copies
 from gpu_worker.engine.batch.prefill import last_block_end
-from gpu_worker.engine.batch.row import Row, RowSlice
+from gpu_worker.engine.batch.row import Row, RowSlice, StepSlices
 from gpu_worker.engine.batch.step_result import Int32
 
 
@@ -101,7 +101,7 @@ class StateSlots(Copies):
         if snapshot := self.reached.pop(row.number, None):
             self.snapshots.put(*snapshot)
 
-    def after(self, rows: Any, slices: Sequence[RowSlice]) -> None:
+    def after(self, rows: Any, slices: StepSlices) -> None:
         """Keep the states that become snapshots once the step is computed."""
         if self.has_snapshots:
             ends = [one for one in slices if one.kv_len % self.block_size == 0]

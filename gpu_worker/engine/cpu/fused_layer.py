@@ -18,7 +18,7 @@ from torch import nn
 
 from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
 from gpu_worker.engine.batch.inputs import Inputs, build_inputs
-from gpu_worker.engine.batch.row import Row, RowSlice
+from gpu_worker.engine.batch.row import Row, RowSlice, StepSlices
 from gpu_worker.engine.cpu import native
 from gpu_worker.engine.cpu.packed_linear import NativeLinear
 
@@ -59,7 +59,7 @@ def trial_inputs(model: Any, block_size: int, context: int) -> Inputs:
     blocks = np.arange(1, 1 + num_trial_blocks(block_size), dtype=np.int32)
     ids = np.arange(TRIAL_TOKENS, dtype=np.int32) * 7 % model.config.get_text_config().vocab_size
     row = RowSlice(Row(0, ids, 1, blocks), 0, TRIAL_TOKENS, samples=True)
-    prompt = build_inputs([row], block_size, torch.device("cpu"))
+    prompt = build_inputs(StepSlices([row]), block_size, torch.device("cpu"))
     positions = torch.linspace(0, context - 1, TRIAL_TOKENS).long()
     return replace(prompt, positions=positions[None])
 

@@ -39,7 +39,7 @@ from gpu_worker.engine.batch.inputs import (
     to_device,
     token_ids,
 )
-from gpu_worker.engine.batch.row import RowSlice, step_of
+from gpu_worker.engine.batch.row import StepSlices
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.model.model import LoadedModel
 from gpu_worker.protocol import first_line
@@ -156,25 +156,24 @@ class CudaGraphs:
         own = self.rotary[:size], self.slots[:size]
         self.logits[:size].copy_(self.loaded.decode(*inputs, is_split, *own))
 
-    def can_run(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> bool:
+    def can_run(self, slices: StepSlices, previous: torch.Tensor | None) -> bool:
         """Whether a graph has room for all tokens. Slices are arranged: rows that decode come first."""
         if self.is_fixed:
             return True
-        rows = max(step_of(slices).num_tokens, 0 if previous is None else len(previous))
+        rows = max(slices.num_tokens, 0 if previous is None else len(previous))
         takes_adapters = self.loaded.adapters is None or self.size_of(1, ADAPTED)
-        others = step_of(slices).others
+        others = slices.others
         if not takes_adapters and any(row_slice.row.adapter for row_slice in others):
             return False
         if not self.size_of(rows, PLAIN):
             return False
-        has_prompts = step_of(slices).has_prompts
-        if not has_prompts or not self.takes_prompts:
-            return not has_prompts
+        if not slices.has_prompts or not self.takes_prompts:
+            return not slices.has_prompts
         needs_more = any(row_slice.row.pictures or row_slice.row.adapter for row_slice in others)
         seen = sum(row_slice.count * row_slice.kv_len for row_slice in slices)
         return not needs_more and seen <= MAX_SEEN_TOKENS
 
-    def run(self, slices: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
+    def run(self, slices: StepSlices, previous: torch.Tensor | None) -> torch.Tensor:
         """Launch a step → logits [num_logits, vocabulary], which the next step overwrites. `previous`: ids
         that the step in flight samples.
         """
@@ -193,7 +192,7 @@ class CudaGraphs:
         self.tabled = size, blocks
         if previous is not None:
             self.previous[: len(previous)].copy_(previous)
-        places = None if len(chunks) == 1 and not step_of(slices).has_prompts else logit_positions(slices)
+        places = None if len(chunks) == 1 and not slices.has_prompts else logit_positions(slices)
         logits = []
         for begin in chunks:
             self.copy_inputs(inputs[:, begin : begin + size], size)
@@ -207,9 +206,7 @@ class CudaGraphs:
             self.loaded.set_adapters(None)
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
-    def inputs_of(
-        self, slices: Sequence[RowSlice], positions: Int32, size: int, blocks: Sequence[Int32]
-    ) -> Int32:
+    def inputs_of(self, slices: StepSlices, positions: Int32, size: int, blocks: Sequence[Int32]) -> Int32:
         """positions int32 [tokens], blocks of each token int32 [blocks] → int32 [4 + blocks, size]: ids,
         positions, those that turn queries and keys, slots of states, and the rows' blocks, a column for each
         token. Without blocks the table stays as it is.
@@ -237,13 +234,12 @@ class CudaGraphs:
         self.table[:size, : len(staged) - 4].copy_(staged[4:].T)
 
 
-def blocks_of(slices: Sequence[RowSlice]) -> list[Int32]:
+def blocks_of(slices: StepSlices) -> list[Int32]:
     """The blocks of each token's row, int32 [blocks]."""
-    step = step_of(slices)
-    counts = [one.count for one in step.others]
+    counts = [one.count for one in slices.others]
     return [
-        *map(attrgetter("blocks"), step.rows),
-        *chain(*map(repeat, (one.row.blocks for one in step.others), counts)),
+        *map(attrgetter("blocks"), slices.rows),
+        *chain(*map(repeat, (one.row.blocks for one in slices.others), counts)),
     ]
 
 

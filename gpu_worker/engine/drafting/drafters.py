@@ -45,7 +45,7 @@ from transformers.models.llama.modeling_llama import (
 
 from gpu_worker.engine.attention.backend import NAME, AttentionSpec, LayerSpec
 from gpu_worker.engine.batch.inputs import build_inputs, to_device
-from gpu_worker.engine.batch.row import Row, RowSlice, StepPart, arrange, request_at
+from gpu_worker.engine.batch.row import Row, RowSlice, StepPart, StepSlices, arrange, request_at
 from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
 from gpu_worker.engine.batch.split_step import is_out_of_memory, release_tensors
 from gpu_worker.engine.batch.step_result import Int32
@@ -138,7 +138,7 @@ class Drafter(StepPart):
         """
         raise NotImplementedError
 
-    def on_forward(self, slices: Sequence[RowSlice]) -> None:
+    def on_forward(self, slices: StepSlices) -> None:
         """Take note of a step that the model has just computed."""
 
     def capture(self, capture: Capture, max_rows: int) -> None:
@@ -292,7 +292,7 @@ class ModelDrafter(Drafter):
         for one in blocks:
             self.table.held[one] = 0
 
-    def on_forward(self, slices: Sequence[RowSlice]) -> None:
+    def on_forward(self, slices: StepSlices) -> None:
         """Compute the chunks of prompts that the model has computed, as far as all tokens before them are
         there.
         """
@@ -307,7 +307,7 @@ class ModelDrafter(Drafter):
                 proposer.kv_len = row_slice.kv_len
                 self.table.note(row.blocks, row_slice.kv_len)
         if chunks:
-            self.forward(chunks)
+            self.forward(StepSlices(chunks))
 
     def held_length(self, row: Row, proposer: Proposer) -> int:
         """How many of a row's tokens are in the cache, from the first on."""
@@ -349,7 +349,7 @@ class ModelDrafter(Drafter):
         return piece_of(row, known, begin, end, samples)
 
     @torch.inference_mode()
-    def forward(self, slices: Sequence[RowSlice]) -> torch.Tensor:
+    def forward(self, slices: StepSlices) -> torch.Tensor:
         """→ logits float [slices that sample, vocabulary], of the last token of each."""
         if self.graphs and self.graphs.can_run(slices, None):
             logits = self.graphs.run(slices, None)
@@ -526,7 +526,7 @@ class EagleDrafter(ModelDrafter):
         self.inputs: dict[Row, torch.Tensor] = {}
 
     @torch.inference_mode()
-    def on_forward(self, slices: Sequence[RowSlice]) -> None:
+    def on_forward(self, slices: StepSlices) -> None:
         """Keep the states of a step, and compute the layer where the tokens after them are known."""
         states = self.states.newest(sum(row_slice.count for row_slice in slices))
         pieces, begin = [], 0
@@ -564,7 +564,7 @@ class EagleDrafter(ModelDrafter):
         return piece
 
     @torch.inference_mode()
-    def forward(self, slices: Sequence[RowSlice]) -> torch.Tensor:
+    def forward(self, slices: StepSlices) -> torch.Tensor:
         """→ logits float [slices, vocabulary], of the last token of each; its state is the input of the next
         one.
         """
@@ -738,7 +738,7 @@ class HeadDrafter(Drafter):
         self.heads: Any = draft.model
         self.states = HiddenStates([target.model.get_output_embeddings()], target)
 
-    def on_forward(self, slices: Sequence[RowSlice]) -> None:
+    def on_forward(self, slices: StepSlices) -> None:
         """Keep the states from which rows sample: which of them is the last one is known once the step is
         read.
         """

@@ -9,7 +9,7 @@ the others its own. So an encoder-decoder row needs as many blocks as any other 
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from gpu_worker.engine.attention import backend
 from gpu_worker.engine.attention.backend import ENCODED, AttentionSpec, Geometry, LayerSpec, write_kv
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.batch.inputs import Inputs, RowTable, positions_of, to_device
-from gpu_worker.engine.batch.row import RowSlice
+from gpu_worker.engine.batch.row import RowSlice, StepSlices
 from gpu_worker.engine.batch.step_result import Int32, Int64
 from gpu_worker.engine.cpu.packed_linear import PackedLinear, pack_linears
 from gpu_worker.engine.model.model import LoadContext, LoadedModel
@@ -58,9 +58,7 @@ def num_encoded(row_slice: RowSlice, num_starting: int) -> int:
     return max(0, len(row.ids) - row.base - num_starting)
 
 
-def encoded_prompts(
-    slices: Sequence[RowSlice], num_starting: int, block_size: int
-) -> Iterator[tuple[Int32, Int64]]:
+def encoded_prompts(slices: StepSlices, num_starting: int, block_size: int) -> Iterator[tuple[Int32, Int64]]:
     """Yield the prompts whose first token for the decoder is in the step: ids int32 [tokens] of the encoder,
     and where the decoder's K and V of each are written, int64 [tokens]. Earlier chunks of them compute
     nothing: each encoded token depends on all others.
@@ -83,7 +81,7 @@ def decoder_inputs(inputs: Inputs, num_starting: int, block_size: int) -> tuple[
     device = inputs.ids.device
     chosen = to_device(places, device)
     own = [(part, count) for part, count in zip(slices, encoded.tolist(), strict=True) if part.kv_len > count]
-    rows = RowTable.of([decoded_part(*one) for one in own], block_size)
+    rows = RowTable.of(StepSlices([decoded_part(*one) for one in own]), block_size)
     return places, replace(
         inputs,
         ids=inputs.ids[:, chosen],

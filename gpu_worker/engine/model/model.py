@@ -20,7 +20,7 @@ from common.messages.request import HASHED_TOKENS
 from gpu_worker.engine.adapters import AdapterLayers
 from gpu_worker.engine.attention.backend import AttentionBackend, Geometry, KVCache, LayerSpec, attach
 from gpu_worker.engine.batch.inputs import AdaptedStep, Inputs, PlacedEmbeddings, build_inputs
-from gpu_worker.engine.batch.row import RowSlice
+from gpu_worker.engine.batch.row import StepSlices
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.model.rope import AxisRope, PerTokenRope, recompute_length
 from gpu_worker.engine.model.weights import ModelSource
@@ -317,7 +317,7 @@ class LoadedModel(LoadContext):
         self.states.commit()
         return logits
 
-    def compute(self, slices: Sequence[RowSlice]) -> torch.Tensor:
+    def compute(self, slices: StepSlices) -> torch.Tensor:
         """`forward` of arranged slices, by themselves."""
         return self.forward(build_inputs(slices, self.geometry.block_size, self.device))
 

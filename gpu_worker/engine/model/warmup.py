@@ -22,7 +22,7 @@ from common.process.logs import plural
 from common.process.machine import run_delay_s
 from common.settings.settings import SettingError, Settings
 from gpu_worker.engine.attention.backend import LayerSpec
-from gpu_worker.engine.batch.row import Adapter, Row, RowSlice
+from gpu_worker.engine.batch.row import Adapter, Row, RowSlice, StepSlices
 from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
 from gpu_worker.engine.batch.split_step import Forward
 from gpu_worker.engine.cuda.graphs import FIXED_TOKENS, Capture, CudaGraphs, graph_sizes
@@ -145,27 +145,17 @@ def run_all_shapes(loaded: LoadedModel, forward: Forward) -> None:
     """
     for adapter in (None, Adapter("")) if loaded.adapters else (None,):
         for tokens in (1, 2, 3, 16):
-            [part] = prompt_parts(loaded, tokens)
-            part.row.adapter = adapter
-            forward([part])
+            parts = prompt_parts(loaded, tokens)
+            parts[0].row.adapter = adapter
+            forward(parts)
 
 
-def prompt_parts(loaded: LoadedModel, *lengths: int) -> list[RowSlice]:
+def prompt_parts(loaded: LoadedModel, *lengths: int) -> StepSlices:
     """The prefills of rows that own nothing but the scratch block."""
-    return [
-        RowSlice(
-            Row(
-                0,
-                np.arange(length, dtype=np.int32) % loaded.vocab_size,
-                1,
-                np.zeros(-(-length // loaded.geometry.block_size), np.int32),
-            ),
-            0,
-            length,
-            samples=True,
-        )
-        for length in lengths
-    ]
+    ids = (np.arange(length, dtype=np.int32) % loaded.vocab_size for length in lengths)
+    blocks = (np.zeros(-(-length // loaded.geometry.block_size), np.int32) for length in lengths)
+    rows = [Row(0, own, 1, held) for own, held in zip(ids, blocks, strict=True)]
+    return StepSlices([RowSlice(row, 0, len(row.ids), samples=True) for row in rows])
 
 
 def peak_bytes(loaded: LoadedModel) -> int:

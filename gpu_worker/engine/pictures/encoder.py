@@ -24,7 +24,7 @@ from common.messages.plan import NewRow
 from common.pictures import decoded
 from gpu_worker.engine.batch.inputs import to_device
 from gpu_worker.engine.batch.prefill import needed_pictures
-from gpu_worker.engine.batch.row import RowSlice, StepPart, step_of
+from gpu_worker.engine.batch.row import RowSlice, StepPart, StepSlices
 from gpu_worker.engine.batch.row_pictures import (
     PictureShape,
     PictureState,
@@ -324,17 +324,17 @@ class PictureEncoder(StepPart):
             state.shape.set_exception(error)
         state.data = b""
 
-    def prepare(self, rows: Any, slices: Sequence[RowSlice]) -> Sequence[RowSlice]:
+    def prepare(self, rows: Any, slices: StepSlices) -> Sequence[RowSlice]:
         """Encode the units that are due; without the rows whose pictures have failed."""
         for state in self.held.values():
             while state.num_encoded < state.num_scheduled:
                 self.encode(state)
                 rows.result.num_encoded += 1
-        failed = {one.row for one in step_of(slices).others if one.row.pictures and one.row.pictures.failure}
+        failed = {one.row for one in slices.others if one.row.pictures and one.row.pictures.failure}
         return [one for one in slices if one.row not in failed] if failed else slices
 
-    def after(self, rows: Any, slices: Sequence[RowSlice]) -> None:
-        if any(one.row.pictures for one in step_of(slices).others if not one.decodes):
+    def after(self, rows: Any, slices: StepSlices) -> None:
+        if any(one.row.pictures for one in slices.others if not one.decodes):
             self.trim(needed_pictures(rows.rows.values()))
 
     def encode(self, state: PictureState) -> None:

@@ -31,7 +31,7 @@ import torch
 
 from common.messages.request import SamplingParams
 from gpu_worker.engine.batch.inputs import offsets_of, to_device
-from gpu_worker.engine.batch.row import RowSlice, step_of
+from gpu_worker.engine.batch.row import RowSlice, StepSlices
 from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
 from gpu_worker.engine.batch.step_result import Float32, Int64
 from gpu_worker.engine.cpu import native
@@ -567,25 +567,25 @@ MAX_CHUNK_LOGITS = 2**24
 """Logits that torch copies at a time, at most."""
 
 
-def by_slice(logits: torch.Tensor, slices: Sequence[RowSlice]) -> list[tuple[RowSlice, torch.Tensor]]:
+def by_slice(logits: torch.Tensor, slices: StepSlices) -> list[tuple[RowSlice, torch.Tensor]]:
     """logits float [num_logits, vocabulary] of a step → each slice with its own, float [own, vocabulary]"""
     begins = offsets_of(row_slice.num_logits for row_slice in slices).tolist()
     own = [logits[begin:end] for begin, end in pairwise(begins)]
     return list(zip(slices, own, strict=True))
 
 
-def select_sample_logits(logits: torch.Tensor, slices: Sequence[RowSlice]) -> torch.Tensor:
+def select_sample_logits(logits: torch.Tensor, slices: StepSlices) -> torch.Tensor:
     """logits float [num_logits, vocabulary] of a step → those to sample from, float [rows, vocabulary]."""
-    if not step_of(slices).has_prompts or not any(row_slice.num_scored for row_slice in slices):
+    if not slices.has_prompts or not any(row_slice.num_scored for row_slice in slices):
         return logits
     return torch.cat([own[len(own) - part.num_samples :] for part, own in by_slice(logits, slices)])
 
 
-def score_prompts(logits: torch.Tensor, slices: Sequence[RowSlice]) -> list[SamplerOutput]:
+def score_prompts(logits: torch.Tensor, slices: StepSlices) -> list[SamplerOutput]:
     """logits float [num_logits, vocabulary] of a step → for each slice that asks for prompt
     log-probabilities: ids int64 [tokens], logprobs float32 [tokens].
     """
-    if not step_of(slices).has_prompts or not any(row_slice.num_scored for row_slice in slices):
+    if not slices.has_prompts or not any(row_slice.num_scored for row_slice in slices):
         return []
     return [
         score_prompt(own[: part.num_scored], part)
@@ -638,11 +638,11 @@ class CopiedLogits:
             yield self.row, self.first + begin, values.numpy().tobytes()
 
 
-def copy_logits(logits: torch.Tensor, slices: Sequence[RowSlice]) -> list[CopiedLogits]:
+def copy_logits(logits: torch.Tensor, slices: StepSlices) -> list[CopiedLogits]:
     """logits float [num_logits, vocabulary] of a step → copies for the rows that return some. On CUDA they
     are only queued: before the next step, which may overwrite `logits`.
     """
-    if not any(row_slice.row.logits for row_slice in step_of(slices).others):
+    if not any(row_slice.row.logits for row_slice in slices.others):
         return []
     return [copy_slice(own, part) for part, own in by_slice(logits, slices) if part.returned_logits]
 

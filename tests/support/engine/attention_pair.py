@@ -9,7 +9,7 @@ from torch import nn
 from gpu_worker.engine.attention.backend import Geometry, KVCache, LayerSpec, attach
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.batch.inputs import build_inputs
-from gpu_worker.engine.batch.row import Row, RowSlice, arrange
+from gpu_worker.engine.batch.row import Row, StepSlices, arrange
 from tests.support.engine.row_steps import BLOCKS, CPU, STEPS, chunk, rows
 
 LENGTHS = (70, 1, 33, 90)
@@ -53,7 +53,7 @@ class Pair:
 
     def attend(
         self,
-        slices: Sequence[RowSlice],
+        slices: StepSlices,
         given: list[torch.Tensor],
         sinks: torch.Tensor | None = None,
         layer: int = 0,
@@ -83,12 +83,12 @@ class Pair:
         return lines
 
 
-def parts_of(lines: Sequence[Row], step: Sequence[tuple[int, int, int]]) -> list[RowSlice]:
+def parts_of(lines: Sequence[Row], step: Sequence[tuple[int, int, int]]) -> StepSlices:
     return arrange([chunk(lines[row], begin, count) for row, begin, count in step])
 
 
 def decoding(
-    slices: Sequence[RowSlice], rest: int = 0, device: torch.device = CPU
+    slices: StepSlices, rest: int = 0, device: torch.device = CPU
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """→ positions int32 [rows], table int32 [rows, blocks] of rows that decode, and of `rest` that only fill
     a graph.

@@ -17,7 +17,7 @@ from common.settings.settings import Settings
 from gpu_worker.engine import engine as engines
 from gpu_worker.engine.attention.backend import Geometry
 from gpu_worker.engine.attention.sdpa import SdpaBackend
-from gpu_worker.engine.batch.row import RowSlice
+from gpu_worker.engine.batch.row import StepSlices
 from gpu_worker.engine.cuda.graphs import CudaGraphs
 from gpu_worker.engine.cuda.linear import fuse_linears
 from gpu_worker.engine.engine import Engine
@@ -170,11 +170,11 @@ def noted(engine: Engine) -> Iterator[tuple[list[bool], list[int]]]:
     compute, graphs = engine.forward, engine.graphs if isinstance(engine.graphs, CudaGraphs) else None
     run = graphs.run if graphs else None
 
-    def note(slices: Sequence[RowSlice], previous: torch.Tensor | None = None) -> torch.Tensor:
+    def note(slices: StepSlices, previous: torch.Tensor | None = None) -> torch.Tensor:
         computed.append(all(row_slice.decodes for row_slice in slices))
         return compute(slices, previous)
 
-    def note_replay(slices: Sequence[RowSlice], previous: torch.Tensor | None) -> torch.Tensor:
+    def note_replay(slices: StepSlices, previous: torch.Tensor | None) -> torch.Tensor:
         assert run
         replayed.append(len(slices))
         return run(slices, previous)

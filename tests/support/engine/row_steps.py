@@ -9,7 +9,7 @@ import torch
 from common.messages.plan import NewRow, Plan
 from common.messages.records import pack_columns, pack_ids
 from common.messages.request import SERVICE_CLASSES, Generate, Picture, StoppingParams
-from gpu_worker.engine.batch.row import Row, RowSlice
+from gpu_worker.engine.batch.row import Row, RowSlice, StepSlices
 from gpu_worker.engine.batch.rows import Rows
 from gpu_worker.engine.batch.step_result import StepSamples
 from gpu_worker.protocol import StepResult
@@ -85,7 +85,7 @@ def spans_of(slices: Sequence[RowSlice]) -> list[tuple[int, int, int, bool]]:
     ]
 
 
-def collect(rows: Rows, slices: Sequence[RowSlice], token: int = TEXT) -> StepResult:
+def collect(rows: Rows, slices: StepSlices, token: int = TEXT) -> StepResult:
     num_samples = sum(row_slice.samples for row_slice in slices)
     rows.collect(slices, StepSamples([token] * num_samples, [-0.5] * num_samples))
     return rows.take_result()

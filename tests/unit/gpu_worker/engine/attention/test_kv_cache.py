@@ -20,7 +20,7 @@ from transformers import DynamicCache
 from gpu_worker.engine.attention.backend import FLOATS8, AttentionSpec, Geometry, KVCache, LayerSpec, raw
 from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
 from gpu_worker.engine.batch.inputs import build_inputs
-from gpu_worker.engine.batch.row import Row
+from gpu_worker.engine.batch.row import Row, StepSlices
 from gpu_worker.engine.cpu import native
 from gpu_worker.engine.model.warmup import scale_layers
 from tests.support.engine import tiny_models
@@ -199,7 +199,7 @@ def test_bits_depend_neither_on_chunks_nor_on_how_work_is_split(
         outputs = []
         for begin, end in itertools.pairwise([0, *cuts, tokens]):
             slices = [chunk(row, begin, end - begin)] + [chunk(other, 0, others)] * (others > 0)
-            backend.prepare_forward(build_inputs(slices, 16, CPU))
+            backend.prepare_forward(build_inputs(StepSlices(slices), 16, CPU))
             places = [*range(begin, end), *range(tokens, tokens + others)]
             query, key, value = (state[:, :, places] for state in states)
             outputs.append(backend.attend(module, query, key, value, sinks))

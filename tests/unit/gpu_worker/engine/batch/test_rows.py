@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from common.messages.plan import NewRow, Plan
 from gpu_worker.engine.batch.prefill import PATIENCE, PrefillBudget
-from gpu_worker.engine.batch.row import Adapter, Row, RowSlice
+from gpu_worker.engine.batch.row import Adapter, Row, RowSlice, StepSlices
 from gpu_worker.engine.batch.row_pictures import PictureShape, PictureState, PlacedPicture, RowPictures
 from gpu_worker.engine.batch.rows import Rows
 from gpu_worker.engine.batch.state_slots import Snapshots
@@ -91,7 +91,7 @@ def test_every_row_ends_once_and_within_its_blocks(
     sampled: dict[int, list[int]] = {row: [] for row in range(len(lengths))}
     ended: dict[int, tuple[str, int]] = {}
     released: list[int] = []
-    in_flight: list[Sequence[RowSlice]] = []
+    in_flight: list[StepSlices] = []
     while rows.rows:
         slices = rows.launch()
         assert sum(row_slice.count for row_slice in slices if not row_slice.decodes) <= prefill_tokens
@@ -169,7 +169,7 @@ def test_each_row_is_in_each_step_once(num_micro_batches: int, num_rows: int) ->
     """So a row gets one token a step, whatever the size of the parts."""
     starts = [start(row, 1, end=6) for row in range(num_rows)]
     rows = rows_in_parts(*starts, num_micro_batches=num_micro_batches)
-    pending, launched, tokens = deque[Sequence[RowSlice]](), list[tuple[int, int]](), 0
+    pending, launched, tokens = deque[StepSlices](), list[tuple[int, int]](), 0
     while rows.rows:
         while len(pending) < num_micro_batches and (slices := rows.launch()):
             assert all(row_slice.source_place is None for row_slice in slices), "its last token is read"
