@@ -133,12 +133,6 @@ def sample_requests(slices: StepSlices) -> list[SampleRequest | None]:
     return requests
 
 
-def pack_samples(samples: StepSamples) -> bytes:
-    """Pack what a step sampled, for another rank."""
-    data: bytes = msgpack.packb([getattr(samples, name) for name in StepSamples.__slots__])
-    return data
-
-
 def not_sampled() -> StepSamples:
     raise RuntimeError("the sampling of the step is not launched")
 
@@ -524,7 +518,8 @@ class Engine:
         if communicator.num_stages == 1:
             return step
         samples = step.read()
-        communicator.send_to_all(pack_samples(samples), SAMPLES)
+        fields = [getattr(samples, name) for name in StepSamples.__slots__]
+        communicator.send_to_all(msgpack.packb(fields), SAMPLES)
         return replace(launched, read=lambda: samples)
 
     def collect(self, step: InFlightStep) -> float:

@@ -137,7 +137,8 @@ class RowOutput:
             if why := self.add(row_slice, kv_len, place + kv_len - first, samples, result):
                 break
         if kv_len < row_slice.kv_len:
-            row.go_back(kv_len)
+            row.kv_len = kv_len  # the ids up to there are certain
+            row.num_returns += 1
         if proposed:
             result.proposals.append((row_slice.method, len(proposed), len(tokens) - 1))
         if row.proposer:
@@ -283,11 +284,6 @@ class Row:
         """Propose tokens after the next one, at most `room`."""
         most = min(room, self.max_new_tokens - self.index - 1)
         return self.proposer.propose(most, self.num_unread) if self.proposer and most > 0 else ()
-
-    def go_back(self, kv_len: int) -> None:
-        """Go back to the `kv_len` tokens whose ids are certain."""
-        self.kv_len = kv_len
-        self.num_returns += 1
 
     @property
     def scored_from(self) -> int:
