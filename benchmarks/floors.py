@@ -148,7 +148,7 @@ def stored_weights(module: nn.Module, rows: int) -> Iterable[torch.Tensor]:
 def kv_bytes(geometry: Geometry, context: int) -> int:
     """Returns the bytes that attention reads for one row."""
     each = (
-        min(context, layer.spec.window or context) * layer.spec.kv_heads * (layer.key_dim + layer.value_dim)
+        min(context, layer.window or context) * layer.kv_heads * (layer.key_dim + layer.value_dim)
         for layer in geometry.layers
     )
     return sum(each) * geometry.kv_dtype.itemsize

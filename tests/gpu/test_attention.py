@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_worker.engine.attention.backend import AttentionSpec, Geometry, LayerSpec
+from gpu_worker.engine.attention.backend import Geometry, LayerSpec
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from tests.support.engine.attention_pair import LENGTHS, Pair, decoding, parts_of
 from tests.support.engine.on_cuda import ANYWHERE, backend_of, needs_flash
@@ -36,7 +36,7 @@ FEATURES = list(itertools.product((None, 20), (None, 5.0), (False, True)))
 def pair_of(device: str, shape: Shape, window: int | None, softcap: float | None) -> Pair:
     needs_flash(device)
     dtype, block_size, dim, group = shape
-    layer = LayerSpec(AttentionSpec(KV_HEADS, group, window, dim**-0.5, softcap), dim, dim)
+    layer = LayerSpec(KV_HEADS, group, window, dim**-0.5, dim, dim, softcap)
     return flash_pair(Geometry([layer], block_size, dtype, dtype), torch.device(device))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpu_worker.engine.attention.backend import AttentionSpec, Geometry, KVCache, LayerSpec
+from gpu_worker.engine.attention.backend import Geometry, KVCache, LayerSpec
 from gpu_worker.engine.batch.inputs import build_inputs, to_device
 from gpu_worker.engine.batch.row import StepSlices
 from gpu_worker.engine.cuda.graphs import PLAIN, CudaGraphs
@@ -83,7 +83,7 @@ def test_samples_are_read_when_their_step_is_over(device: str) -> None:
 def pair_with_plans(device: str) -> Pair:
     """Attention that the host plans, prompts and rows that decode: scores are soft-capped."""
     needs_flash(device)
-    layer = LayerSpec(AttentionSpec(2, 4, None, 0.125, 5.0), 64, 64)
+    layer = LayerSpec(2, 4, None, 0.125, 64, 64, 5.0)
     return flash_pair(Geometry([layer], 16, torch.bfloat16, torch.bfloat16), torch.device(device))
 
 
@@ -142,9 +142,7 @@ def test_captured_plans_are_those_of_their_own_replay(device: str, flash: Callab
 @ANYWHERE
 def test_blocks_are_copied_and_filled_in_the_order_of_the_calls(device: str) -> None:
     where = torch.device(device)
-    geometry = Geometry(
-        [LayerSpec(AttentionSpec(2, 1, None, 1.0), 64, 64)] * 2, 16, torch.bfloat16, torch.bfloat16
-    )
+    geometry = Geometry([LayerSpec(2, 1, None, 1.0, 64, 64)] * 2, 16, torch.bfloat16, torch.bfloat16)
     cache = KVCache(geometry, BLOCKS, where)
     cache.fill(range(BLOCKS + 1), 1.0)
     keep_busy(device)

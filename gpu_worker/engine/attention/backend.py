@@ -111,8 +111,9 @@ PAST, WHOLE, ENCODED = "past", "whole", "encoded"
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionSpec:
-    """How queries meet the cache; layers with the same view share what a step prepares.
+class LayerSpec:
+    """What the attention of one layer keeps of each token, and how queries meet it. Without scales it is a
+    view: what its kernels must know. Layers with the same view share what a step prepares.
 
     Attributes:
         group: query heads that share one K head.
@@ -127,31 +128,20 @@ class AttentionSpec:
             which an encoder made K and V.
         biases: float32 [heads, distances]; what is added to scores by the distance from key to query, as in
             T5 (arXiv:1910.10683). Those beyond the last count as it.
+        key_scale, value_scale: what 8-bit floats are multiplied with to give K and V.
     """
 
     kv_heads: int
     group: int
     window: int | None
     scaling: float
+    key_dim: int
+    value_dim: int
     softcap: float | None = None
     alibi_slopes: tuple[float, ...] | None = None
     latent: bool = False
     sees: str = PAST
     biases: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LayerSpec:
-    """What the attention of one layer keeps of each token. Without scales it is a view: what its kernels must
-    know, which layers may share.
-
-    Attributes:
-        key_scale, value_scale: what 8-bit floats are multiplied with to give K and V.
-    """
-
-    spec: AttentionSpec
-    key_dim: int
-    value_dim: int
     key_scale: float = 1.0
     value_scale: float = 1.0
 
@@ -188,7 +178,7 @@ class Geometry:
 
     @property
     def block_bytes(self) -> int:
-        numbers = sum(layer.spec.kv_heads * (layer.key_dim + layer.value_dim) for layer in self.layers)
+        numbers = sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in self.layers)
         return numbers * self.block_size * self.kv_dtype.itemsize + self.draft_bytes
 
     def num_blocks(self, kv_cache_bytes: int, available_bytes: int) -> int:
@@ -230,7 +220,7 @@ class KVCache:
         self.num_blocks = num_blocks
         self.device = device
         pages = [
-            (layer.spec.kv_heads, geometry.block_size, dim)
+            (layer.kv_heads, geometry.block_size, dim)
             for layer in geometry.layers
             for dim in (layer.key_dim, layer.value_dim)
         ]
@@ -294,7 +284,7 @@ class LatentProjection(nn.Module):
 
 def over_latents(attend: Attend) -> Attend:
     """An attention function for all modules of one for K and V: those that keep latents give it the rotary
-    part for K and the latent for V, and `AttentionSpec.latent` says so.
+    part for K and the latent for V, and `LayerSpec.latent` says so.
     """
 
     def attend_all(module: Any, query: torch.Tensor, *rest: Any, **options: Any) -> tuple[torch.Tensor, None]:
@@ -384,7 +374,7 @@ class AttentionBackend:
         All of one dtype, float32, float16 or bfloat16: query [1, heads, tokens, key_dim], key [1, kv_heads,
         tokens, key_dim], value [1, kv_heads, tokens, value_dim]; `sinks` [heads] are scores that take their
         share of each softmax and add nothing, as in gpt-oss → [1, tokens, heads, value_dim]. Of latents
-        (AttentionSpec.latent) query is [1, heads, tokens, value_dim + key_dim]. `module`
+        (LayerSpec.latent) query is [1, heads, tokens, value_dim + key_dim]. `module`
         carries `keys`, `values`, `spec`, `key_scale` and `value_scale` of its layer.
         """
         raise NotImplementedError
@@ -429,7 +419,7 @@ def attach(modules: Iterable[Any], geometry: Geometry, cache: KVCache, backend: 
         module.values = cache.values[number]
         module.backend = backend
         module.layer = torch.tensor(number)
-        module.spec = layer.spec
+        module.spec = layer.view
         module.key_scale = layer.key_scale
         module.value_scale = layer.value_scale
         module.view_number = geometry.views.index(layer.view)

@@ -23,7 +23,6 @@ from gpu_worker.engine.attention.backend import (
     PAST,
     WHOLE,
     AttentionBackend,
-    AttentionSpec,
     Geometry,
     LayerSpec,
     keeps_latents,
@@ -51,7 +50,7 @@ class ProbedMask:
     """Describes the mask that transformers would build.
 
     Attributes:
-        window, sees: as in AttentionSpec.
+        window, sees: as in LayerSpec.
         unsupported: the mask has no such form.
     """
 
@@ -83,7 +82,7 @@ class AttentionRecorder:
     """Stands in for the attention of all modules, and records what each keeps of a token.
 
     Attributes:
-        sees: as in AttentionSpec, of all modules.
+        sees: as in LayerSpec, of all modules.
         layers: by attention module, in the order of their calls.
     """
 
@@ -125,9 +124,9 @@ class AttentionRecorder:
         kv_heads = key.shape[1]
         scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         group, latent = query.shape[1] // kv_heads, keeps_latents(module)
-        spec = AttentionSpec(kv_heads, group, window, scaling, softcap, alibi_slopes, latent, self.sees)
         kept = (key.shape[-1], value.shape[-1]) if self.sees == PAST else (0, 0)
-        self.layers[module] = LayerSpec(spec, *kept)
+        own = (kv_heads, group, window, scaling, *kept)
+        self.layers[module] = LayerSpec(*own, softcap, alibi_slopes, latent, self.sees)
         return attend_to_nothing(query, key, value), None
 
 
@@ -172,11 +171,11 @@ def check_probe(
     cached = DynamicCache(config=model.config).layers  # those with K and V of their own
     windows = [getattr(layer, "sliding_window", None) for layer in cached]
     others = [
-        f"its cache has a window of {window} tokens and its mask {layer.spec.window or 'none'}"
+        f"its cache has a window of {window} tokens and its mask {layer.window or 'none'}"
         for layer, window in zip(
             layers.values(), [windows[i] for i in attending if i < len(windows)], strict=False
         )
-        if layer.spec.sees == PAST and window not in (None, layer.spec.window)
+        if layer.sees == PAST and window not in (None, layer.window)
     ]
     poisoned = logits[0].isnan().any(-1).tolist()
     alone = [True] + [False] * (PROBE_TOKENS - 1)
@@ -222,7 +221,7 @@ def choose_backend(
     """The fastest backend that has kernels for the model: on CUDA FlashInfer's, where it is installed. Steps
     have at most `max_rows` rows of `max_blocks`.
     """
-    if any(layer.spec.sees != PAST for layer in geometry.layers):
+    if any(layer.sees != PAST for layer in geometry.layers):
         return SdpaBackend(geometry, device)
     if device.type != "cuda":
         library = native.library() if cpu_paged.supports(geometry) else None

@@ -27,10 +27,7 @@ def supports(geometry: Geometry) -> bool:
     latents.
     """
     return all(
-        layer.key_dim % 2 == 0
-        and layer.spec.scaling > 0
-        and not layer.spec.alibi_slopes
-        and not layer.spec.latent
+        layer.key_dim % 2 == 0 and layer.scaling > 0 and not layer.alibi_slopes and not layer.latent
         for layer in geometry.layers
     )
 

@@ -201,14 +201,14 @@ class PagePlan:
         buffers: PlanInputs | None = None,
     ) -> None:
         """workspace uint8 [bytes]; `buffers` are what the graph of a captured step reads."""
-        spec, self.is_captured = view.spec, buffers is not None
+        self.is_captured = buffers is not None
         self.options = {
-            "num_qo_heads": spec.kv_heads * spec.group,
-            "num_kv_heads": spec.kv_heads,
+            "num_qo_heads": view.kv_heads * view.group,
+            "num_kv_heads": view.kv_heads,
             "page_size": geometry.block_size,
-            "sm_scale": spec.scaling,
-            "window_left": -1 if spec.window is None else spec.window - 1,  # keys before a query's own
-            "logits_soft_cap": spec.softcap,
+            "sm_scale": view.scaling,
+            "window_left": -1 if view.window is None else view.window - 1,  # keys before a query's own
+            "logits_soft_cap": view.softcap,
             "q_data_type": geometry.dtype,
             "kv_data_type": geometry.kv_dtype,
         }
@@ -253,7 +253,7 @@ class PagePlan:
 
 
 class LatentPlan:
-    """Kernels over latents (AttentionSpec.latent), planned for the rows of a step of either kind. Each has 8
+    """Kernels over latents (LayerSpec.latent), planned for the rows of a step of either kind. Each has 8
     MiB of its own for schedules, on the device and on the host.
 
     The kernel is named: of the others that FlashInfer would choose among on some GPUs, none is planned anew
@@ -283,7 +283,7 @@ class LatentPlan:
     def plan(self, inputs: PlanInputs) -> None:
         rows, tokens = len(inputs.lengths), int(inputs.query_ends[-1])
         geometry, view = self.geometry, self.view
-        self.heads = heads = planned_heads(view.spec.group, inputs.longest)
+        self.heads = heads = planned_heads(view.group, inputs.longest)
         if tokens * heads // 128 + 2 * rows + SPLIT_TILES > MAX_TILES:
             raise SettingError(
                 "max_batch_prefill_tokens", f"{tokens} tokens with {heads} heads are too many for one step"
@@ -295,7 +295,7 @@ class LatentPlan:
             head_dim_kpe=view.key_dim,
             page_size=geometry.block_size,
             causal=True,
-            sm_scale=view.spec.scaling,
+            sm_scale=view.scaling,
             q_data_type=geometry.dtype,
             kv_data_type=geometry.kv_dtype,
             query_layout="split",
@@ -364,7 +364,7 @@ class Plans:
         self.captured: dict[int, list[PagePlan | LatentPlan | None]] = {}
 
     def make(self, view: LayerSpec, buffers: PlanInputs | None = None) -> PagePlan | LatentPlan:
-        kind: type[PagePlan | LatentPlan] = LatentPlan if view.spec.latent else PagePlan
+        kind: type[PagePlan | LatentPlan] = LatentPlan if view.latent else PagePlan
         return kind(self.geometry, view, *self.fixed, buffers)
 
     @contextlib.contextmanager
@@ -443,13 +443,13 @@ class FlashInferBackend(AttentionBackend):
         super().__init__(geometry)
         self.device = device
         self.views = geometry.views
-        reasons = [plans_needed_because(geometry, view.spec, generation) for view in self.views]
+        reasons = [plans_needed_because(geometry, view, generation) for view in self.views]
         self.planned = [bool(why) for why in reasons]
         self.plan_free = not any(reasons)
         for why in dict.fromkeys(filter(None, reasons)):
             log.warning("FlashInfer plans each step that decodes, which is slower: %s", why)
         self.processors = processors_of(device)
-        split = [view.spec.kv_heads for view in self.views if view.spec.window is None]
+        split = [view.kv_heads for view in self.views if view.window is None]
         self.split_heads = max(split, default=0) if self.plan_free else 0
         self.split_processors = self.processors
         self.counters = torch.zeros(COUNTERS_BYTES, dtype=torch.uint8, device=device)
@@ -470,7 +470,7 @@ class FlashInferBackend(AttentionBackend):
     def scratch_bytes(self, max_rows: int) -> int:
         views = (view for view, planned in zip(self.views, self.planned, strict=True) if not planned)
         sizes = (
-            scratch_bytes(max_rows, view.spec.kv_heads, view.spec.group, view.value_dim, self.processors)
+            scratch_bytes(max_rows, view.kv_heads, view.group, view.value_dim, self.processors)
             for view in views
         )
         return max(sizes, default=0) + ALIGNMENT

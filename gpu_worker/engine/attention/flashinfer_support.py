@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from gpu_worker.engine.attention.backend import AttentionSpec, Geometry, LayerSpec
+from gpu_worker.engine.attention.backend import Geometry, LayerSpec
 from gpu_worker.protocol import first_cause
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -36,13 +36,13 @@ def unsupported_because(geometry: Geometry) -> str:
     """Why FlashInfer has no attention for a model, also with padded heads; empty where it has."""
     if geometry.dtype not in DTYPES:
         return f"it has kernels for {listed(DTYPES)}, not for {geometry.dtype}"
-    if any(layer.spec.alibi_slopes for layer in geometry.layers):
+    if any(layer.alibi_slopes for layer in geometry.layers):
         return "its kernels here have no ALiBi position biases"
     return next(filter(None, (view_unsupported_because(geometry, view) for view in geometry.views)), "")
 
 
 def view_unsupported_because(geometry: Geometry, view: LayerSpec) -> str:
-    if view.spec.latent:
+    if view.latent:
         return latents_unsupported_because(geometry, view)
     dims = sorted({view.key_dim, view.value_dim})
     served = len(dims) == 1 and padded_dim(dims[0]) in DIMS
@@ -50,16 +50,16 @@ def view_unsupported_because(geometry: Geometry, view: LayerSpec) -> str:
 
 
 def latents_unsupported_because(geometry: Geometry, view: LayerSpec) -> str:
-    dims, spec, kernels = (view.key_dim, view.value_dim), view.spec, "its kernels for latents have"
+    dims, kernels = (view.key_dim, view.value_dim), "its kernels for latents have"
     served = f"rotary parts and latents of {listed(LATENT_DIMS)} numbers"
     return first_cause(
         (geometry.kv_dtype != geometry.dtype, "it is not used for latents of 8-bit floats (KV_CACHE_DTYPE)"),
         (
-            spec.group > MAX_LATENT_HEADS,
-            f"{kernels} at most {MAX_LATENT_HEADS} heads, these have {spec.group}",
+            view.group > MAX_LATENT_HEADS,
+            f"{kernels} at most {MAX_LATENT_HEADS} heads, these have {view.group}",
         ),
         (
-            (spec.window, spec.softcap) != (None, None),
+            (view.window, view.softcap) != (None, None),
             f"{kernels} no sliding windows and no soft caps",
         ),
         (dims != LATENT_DIMS, f"it has kernels for {served}, these have {listed(dims)}"),
@@ -72,7 +72,7 @@ def with_padded_heads(geometry: Geometry) -> Geometry:
     """
     layers = [
         layer
-        if layer.spec.latent
+        if layer.latent
         else replace(layer, key_dim=padded_dim(layer.key_dim), value_dim=padded_dim(layer.value_dim))
         for layer in geometry.layers
     ]
@@ -83,14 +83,14 @@ def padded_dim(dim: int) -> int:
     return next(size for size in (*PADDED_DIMS, dim) if dim <= size)
 
 
-def plans_needed_because(geometry: Geometry, spec: AttentionSpec, generation: int) -> str:
+def plans_needed_because(geometry: Geometry, view: LayerSpec, generation: int) -> str:
     """Why rows that decode need plans of the host in these layers; empty where XQA serves them."""
     return first_cause(
-        (spec.latent, "layers keep latents, which XQA does not read"),
-        (spec.softcap is not None, "scores are soft-capped"),
+        (view.latent, "layers keep latents, which XQA does not read"),
+        (view.softcap is not None, "scores are soft-capped"),
         (
-            spec.group > PLAN_FREE_GROUP,
-            f"{spec.group} query heads share a K head, more than {PLAN_FREE_GROUP}",
+            view.group > PLAN_FREE_GROUP,
+            f"{view.group} query heads share a K head, more than {PLAN_FREE_GROUP}",
         ),
         (
             geometry.block_size not in PLAN_FREE_BLOCKS,
@@ -127,13 +127,13 @@ def workspace_bytes(geometry: Geometry, processors: int, max_rows: int) -> int:
     the former, for which WORKSPACE_BYTES are enough.
     """
     sizes = [WORKSPACE_BYTES]
-    for layer in (layer for layer in geometry.layers if not layer.spec.latent):
-        spec, dim = layer.spec, layer.value_dim
-        programs, tile = 2 * processors // spec.kv_heads, tile_of(spec.group, dim)
-        tiles = -(-max_rows * spec.group // tile) + max_rows - 1
+    for layer in (layer for layer in geometry.layers if not layer.latent):
+        group, dim = layer.group, layer.value_dim
+        programs, tile = 2 * processors // layer.kv_heads, tile_of(group, dim)
+        tiles = -(-max_rows * group // tile) + max_rows - 1
         pairs = max(programs * tile_of(LARGE_TILE + 1, dim), max(programs, tiles) * tile)
-        queries = -(-pairs // spec.group)
-        sizes.append(spec.kv_heads * spec.group * queries * (dim + 1) * 4 + 2 * ALIGNMENT)
+        queries = -(-pairs // group)
+        sizes.append(layer.kv_heads * group * queries * (dim + 1) * 4 + 2 * ALIGNMENT)
     return max(sizes)
 
 

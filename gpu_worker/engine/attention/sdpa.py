@@ -19,8 +19,8 @@ from gpu_worker.engine.attention.backend import (
     PAST,
     WHOLE,
     AttentionBackend,
-    AttentionSpec,
     Geometry,
+    LayerSpec,
     from_kv,
     raw,
     to_kv,
@@ -76,20 +76,20 @@ class SdpaBackend(AttentionBackend):
         super().__init__(geometry)
         self.dtype = geometry.dtype
         self.device = device
-        self.specs = {layer.spec for layer in geometry.layers if layer.spec.sees != WHOLE}
+        self.specs = {view for view in geometry.views if view.sees != WHOLE}
         self.groups: list[tuple[int, int]] = []
-        self.prepared: dict[AttentionSpec, PreparedStep] = {}
+        self.prepared: dict[LayerSpec, PreparedStep] = {}
 
     def prepare_forward(self, inputs: Inputs) -> None:
         self.groups = [(len([*same]), length) for length, same in groupby(one.count for one in inputs.slices)]
         self.prepared = {spec: self.prepare(spec, inputs.rows) for spec in self.specs}
 
-    def prepare(self, spec: AttentionSpec, rows: RowTable) -> PreparedStep:
+    def prepare(self, spec: LayerSpec, rows: RowTable) -> PreparedStep:
         blocks, offsets = np.divmod(rows.slots, self.block_size)
         slots = (blocks * spec.kv_heads + np.arange(spec.kv_heads)[:, None]) * self.block_size + offsets
         return self.tensor(slots.reshape(-1)), [self.tile(spec, rows, *part) for part in parts_of(rows)]
 
-    def tile(self, spec: AttentionSpec, table: RowTable, begin: int, owners: Int64, queries: Int64) -> Tile:
+    def tile(self, spec: LayerSpec, table: RowTable, begin: int, owners: Int64, queries: Int64) -> Tile:
         """queries int64 [rows, queries]: positions, the first of which is that of the step's token `begin`;
         owners int64 [rows]: their rows in the table.
         """
@@ -104,7 +104,7 @@ class SdpaBackend(AttentionBackend):
         pages = blocks[:, None] * spec.kv_heads + np.arange(spec.kv_heads)[:, None]
         return Tile(begin, begin + queries.size, rows, self.tensor(pages.reshape(-1)), bias)
 
-    def bias(self, hidden: Any, spec: AttentionSpec, distances: Int64) -> torch.Tensor:
+    def bias(self, hidden: Any, spec: LayerSpec, distances: Int64) -> torch.Tensor:
         """hidden bool [rows * kv_heads or 1, queries, keys], distances [rows, queries, keys] from key to
         query → what is added to scores, of the model's dtype; with ALiBi, and with biases, of each head.
         """
@@ -150,7 +150,7 @@ class SdpaBackend(AttentionBackend):
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
 
     def attend_whole(
-        self, spec: AttentionSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self, spec: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """As `attend`, of whole sequences."""
         begin, parts = 0, []
@@ -170,7 +170,7 @@ class SdpaBackend(AttentionBackend):
         return from_kv(gathered.view(cache.dtype), self.dtype, scale).view(tile.rows * kv_heads, -1, dim)
 
     def scores(
-        self, queries: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor, spec: AttentionSpec
+        self, queries: torch.Tensor, keys: torch.Tensor, bias: torch.Tensor, spec: LayerSpec
     ) -> torch.Tensor:
         """→ [rows * kv_heads, queries, keys]"""
         if spec.softcap is None:
@@ -208,7 +208,7 @@ def of_heads(bias: torch.Tensor, num_queries: int) -> torch.Tensor:
     return bias if bias.shape[1] in (1, num_queries) else bias.repeat(1, num_queries // bias.shape[1], 1)
 
 
-def falls_of(spec: AttentionSpec, distances: Int64) -> npt.NDArray[np.float32]:
+def falls_of(spec: LayerSpec, distances: Int64) -> npt.NDArray[np.float32]:
     """distances int64 [rows, queries, keys] → float32 [rows * kv_heads, group * queries, keys]: how much
     ALiBi lowers scores.
     """
@@ -236,7 +236,7 @@ def parts_of(rows: RowTable) -> Iterator[tuple[int, Int64, Int64]]:
             yield begin, np.array([row]), rows.positions[None, begin : min(end, begin + TILE_QUERIES)]
 
 
-def seen_keys(spec: AttentionSpec, rows: RowTable, owners: Int64, queries: Int64) -> tuple[Int64, Int64]:
+def seen_keys(spec: LayerSpec, rows: RowTable, owners: Int64, queries: Int64) -> tuple[Int64, Int64]:
     """The last key before those that each query sees, and the last that it sees, its own or its picture's:
     int64 [rows, queries], as the queries' positions. A row of which nothing is encoded sees one key: a sum
     needs one.
@@ -267,9 +267,7 @@ def queries_of(query: torch.Tensor, tile: Tile, kv_heads: int) -> torch.Tensor:
     return queries.reshape(tile.rows * kv_heads, -1, dim)
 
 
-def softmax_with_sinks(
-    scores: torch.Tensor, sinks: torch.Tensor, rows: int, spec: AttentionSpec
-) -> torch.Tensor:
+def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor, rows: int, spec: LayerSpec) -> torch.Tensor:
     """The softmax with one more score for each head, whose weight is then left out.
 
     scores [rows * kv_heads, group * queries, keys], sinks [heads] of any dtype → as scores

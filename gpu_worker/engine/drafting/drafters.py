@@ -43,7 +43,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
-from gpu_worker.engine.attention.backend import NAME, AttentionSpec, LayerSpec
+from gpu_worker.engine.attention.backend import NAME, LayerSpec
 from gpu_worker.engine.batch.inputs import build_inputs, to_device
 from gpu_worker.engine.batch.row import Row, RowSlice, StepPart, StepSlices, arrange, request_at
 from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
@@ -465,8 +465,8 @@ class Eagle3Head(LlamaDecoderLayer):  # type: ignore[no-untyped-call]
         """What its attention keeps of a token."""
         attention = self.self_attn
         heads = self.config.num_key_value_heads or self.config.num_attention_heads
-        spec = AttentionSpec(heads, attention.num_key_value_groups, None, attention.scaling)
-        return LayerSpec(spec, attention.head_dim, attention.head_dim)
+        group, dim = attention.num_key_value_groups, attention.head_dim
+        return LayerSpec(heads, group, None, attention.scaling, dim, dim)
 
 
 def read_eagle_config(values: Mapping[str, Any], hidden_size: int) -> LlamaConfig:

@@ -21,7 +21,7 @@ from transformers import AutoModelForSeq2SeqLM
 from common import model_files
 from common.settings.settings import SettingError
 from gpu_worker.engine.attention import backend
-from gpu_worker.engine.attention.backend import ENCODED, AttentionSpec, Geometry, LayerSpec, write_kv
+from gpu_worker.engine.attention.backend import ENCODED, Geometry, LayerSpec, write_kv
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.batch.inputs import Inputs, RowTable, positions_of, to_device
 from gpu_worker.engine.batch.row import RowSlice, StepSlices
@@ -97,7 +97,7 @@ def decoded_part(part: RowSlice, encoded: int) -> RowSlice:
 
 
 def table_of_biases(module: Any) -> torch.Tensor | None:
-    """`AttentionSpec.biases` of T5's attention; None of others. Encoded tokens have none."""
+    """`LayerSpec.biases` of T5's attention; None of others. Encoded tokens have none."""
     if not getattr(module, "has_relative_attention_bias", False):
         return None
     buckets = module._relative_position_bucket(
@@ -160,15 +160,15 @@ class EncoderDecoderModel(LoadedModel):
         states = self.model.get_encoder()(input_ids=tokens).last_hidden_state
         places = to_device(slots, self.device)
         for _, module in self.pairs:
-            heads = self.geometry.layers[0].spec.kv_heads
+            heads = self.geometry.layers[0].kv_heads
             key, value = (part(states)[0].unflatten(1, (heads, -1)).transpose(0, 1) for part in module.makers)
             write_kv(module.keys, module.values, key, value, places)
 
     def decode_tokens(self, ids: torch.Tensor) -> torch.Tensor:
         """ids int64 [1, tokens] → hidden states [1, tokens, hidden]"""
-        spec = self.geometry.layers[0]
+        layer = self.geometry.layers[0]
         seen = torch.zeros(
-            1, 1, spec.spec.kv_heads * spec.key_dim, dtype=self.geometry.dtype, device=self.device
+            1, 1, layer.kv_heads * layer.key_dim, dtype=self.geometry.dtype, device=self.device
         )
         output = self.model.get_decoder()(input_ids=ids, encoder_hidden_states=seen, use_cache=False)
         states: torch.Tensor = output.last_hidden_state
@@ -206,9 +206,9 @@ def load(source: LoadContext, block_size: int) -> EncoderDecoderModel:
     ]
     first = layers[0][0]
     heads = getattr(first, names.heads)
-    spec = AttentionSpec(heads, 1, None, float(first.scaling), biases=table_of_biases(first))
     dim = getattr(first, names.key).out_features // heads
-    geometry = Geometry([LayerSpec(spec, dim, dim)] * len(layers), block_size, dtype, dtype)
+    spec = LayerSpec(heads, 1, None, float(first.scaling), dim, dim, biases=table_of_biases(first))
+    geometry = Geometry([spec] * len(layers), block_size, dtype, dtype)
     attention = SdpaBackend(geometry, device)
     over_encoded = replace(spec, sees=ENCODED, biases=None)
     attention.specs.add(over_encoded)

@@ -221,12 +221,12 @@ def scale_layers(model: Any, path: Path, layers: Mapping[Any, LayerSpec]) -> dic
         module: replace(
             layer,
             key_scale=find_scale(scales, names[module], KEY_SCALES),
-            value_scale=find_scale(scales, names[module], KEY_SCALES if layer.spec.latent else VALUE_SCALES),
+            value_scale=find_scale(scales, names[module], KEY_SCALES if layer.latent else VALUE_SCALES),
         )
         for module, layer in layers.items()
     }
     for module, layer in layers.items():
-        if hasattr(module, "kv_lora_rank") and not layer.spec.latent and scaled[module] != layer:
+        if hasattr(module, "kv_lora_rank") and not layer.latent and scaled[module] != layer:
             raise UnservableModel("its KV scales are those of latents, and its cache keeps K and V")
     return scaled
 

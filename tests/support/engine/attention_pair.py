@@ -46,9 +46,9 @@ class Pair:
     def tokens(self, count: int, layer: int = 0) -> list[torch.Tensor]:
         """Query, key and value, with strides as model code leaves them."""
         own: LayerSpec = self.geometry.layers[layer]
-        query_dim = own.key_dim + own.value_dim if own.spec.latent else own.key_dim
-        heads = own.spec.kv_heads * own.spec.group
-        shapes = ((heads, query_dim), (own.spec.kv_heads, own.key_dim), (own.spec.kv_heads, own.value_dim))
+        query_dim = own.key_dim + own.value_dim if own.latent else own.key_dim
+        heads = own.kv_heads * own.group
+        shapes = ((heads, query_dim), (own.kv_heads, own.key_dim), (own.kv_heads, own.value_dim))
         return [torch.randn(1, count, *shape).to(self.geometry.dtype).transpose(1, 2) for shape in shapes]
 
     def attend(

@@ -14,7 +14,7 @@ import torch
 
 from gpu_worker.engine.attention import backend as attention
 from gpu_worker.engine.attention import choose
-from gpu_worker.engine.attention.backend import AttentionSpec, Geometry, KVCache, LayerSpec
+from gpu_worker.engine.attention.backend import Geometry, KVCache, LayerSpec
 from gpu_worker.engine.attention.flashinfer_support import (
     plans_needed_because,
     unsupported_because,
@@ -55,8 +55,8 @@ def test_outputs_equal_those_of_torch(
     for window, softcap, sinks in itertools.product((None, 20), (None, 5.0), (None, torch.randn(6))):
         group = 3 if window else 1
         torch.manual_seed(0)
-        scales = (1.0, 1.0) if kv_dtype == torch.float32 else (0.7, 0.01)
-        layer = LayerSpec(AttentionSpec(2, group, window, 0.2, softcap), dim, dim, *scales)
+        layer = LayerSpec(2, group, window, 0.2, dim, dim, softcap)
+        layer = layer if kv_dtype == torch.float32 else replace(layer, key_scale=0.7, value_scale=0.01)
         geometry = Geometry([layer], block_size, torch.float32, kv_dtype)
         flash = FlashInferBackend(geometry, CPU, generation, 8, BLOCKS)
         plan_free = (block_size, generation, softcap) == (16, HOPPER, None) and kv_dtype != torch.float8_e5m2
@@ -78,8 +78,8 @@ def test_split_rows_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         fake_flashinfer.xqa(*given, sm_count=sm_count, **rest)
 
     monkeypatch.setattr("gpu_worker.engine.attention.flashinfer.xqa", note)
-    specs = [AttentionSpec(2, 3, window, 0.2) for window in (None, 20)]
-    geometry = Geometry([LayerSpec(spec, 64, 64) for spec in specs], 16, torch.float32, torch.float32)
+    specs = [LayerSpec(2, 3, window, 0.2, 64, 64) for window in (None, 20)]
+    geometry = Geometry(specs, 16, torch.float32, torch.float32)
     flash, modules = FlashInferBackend(geometry, CPU, HOPPER, 8, BLOCKS), [SimpleNamespace() for _ in specs]
     attention.attach(modules, geometry, KVCache(geometry, BLOCKS, CPU), flash)
     positions = torch.tensor([40, 0, 0], dtype=torch.int32)
@@ -98,8 +98,8 @@ def test_split_rows_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_layers_have_heads_of_their_own_size(generation: int) -> None:
     """Of 96, padded to 128, beside 64: in a step with prompts, and in a captured one."""
     torch.manual_seed(0)
-    spec = AttentionSpec(2, 3, None, 0.2)
-    geometry = Geometry([LayerSpec(spec, dim, dim) for dim in (64, 96)], 16, torch.float32, torch.float32)
+    layers = [LayerSpec(2, 3, None, 0.2, dim, dim) for dim in (64, 96)]
+    geometry = Geometry(layers, 16, torch.float32, torch.float32)
     flash = FlashInferBackend(geometry, CPU, generation, 8, BLOCKS)
     assert [view.key_dim for view in flash.views] == [64, 128]
     pair = Pair(geometry, flash, ERROR)
@@ -121,7 +121,7 @@ def test_outputs_over_latents_equal_those_of_torch(block_size: int, heads: int) 
     """
     torch.manual_seed(0)
     rotary_dim, rank = 8, 24
-    layer = LayerSpec(AttentionSpec(1, heads, None, 0.2, latent=True), rotary_dim, rank)
+    layer = LayerSpec(1, heads, None, 0.2, rotary_dim, rank, latent=True)
     geometry = Geometry([layer], block_size, torch.float32, torch.float32)
     flash = FlashInferBackend(geometry, CPU, HOPPER, 8, BLOCKS)
     assert flash.planned == [True] and flash.geometry == geometry
@@ -134,8 +134,7 @@ def test_all_ranks_split_the_rows_of_the_same_steps() -> None:
     """Though one has more K heads than the other, and would decide otherwise."""
     ranks = []
     for kv_heads in (1, 4):
-        spec = AttentionSpec(kv_heads, 3, None, 0.2)
-        geometry = Geometry([LayerSpec(spec, 64, 64)], 16, torch.float32, torch.float32)
+        geometry = Geometry([LayerSpec(kv_heads, 3, None, 0.2, 64, 64)], 16, torch.float32, torch.float32)
         ranks.append(FlashInferBackend(geometry, CPU, HOPPER, 8, BLOCKS))
         ranks[-1].processors = ranks[-1].split_processors = 132
     steps = [np.array([2**13] + [256] * rows, np.int32) for rows in range(1, 200)]
@@ -147,8 +146,8 @@ def test_all_ranks_split_the_rows_of_the_same_steps() -> None:
     assert any(ranks[0].splits_rows(step) for step in steps)
 
 
-PLAIN = AttentionSpec(2, 1, None, 1.0)
-LATENT = AttentionSpec(1, 128, None, 1.0, latent=True)
+PLAIN = LayerSpec(2, 1, None, 1.0, 128, 128)
+LATENT = LayerSpec(1, 128, None, 1.0, 64, 512, latent=True)
 HALF, FLOATS8 = torch.bfloat16, torch.float8_e4m3fn
 
 
@@ -169,7 +168,7 @@ HALF, FLOATS8 = torch.bfloat16, torch.float8_e4m3fn
     ],
 )
 def test_unsupported_models_use_torch(
-    spec: AttentionSpec,
+    spec: LayerSpec,
     dims: tuple[int, int],
     dtypes: tuple[torch.dtype, torch.dtype],
     why: str,
@@ -177,7 +176,8 @@ def test_unsupported_models_use_torch(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """For latents a plan is needed on every card, and no more room than FlashInfer asks for."""
-    geometry = Geometry([LayerSpec(spec, *dims)], 64, *dtypes)
+    spec = replace(spec, key_dim=dims[0], value_dim=dims[1])
+    geometry = Geometry([spec], 64, *dtypes)
     found = unsupported_because(geometry)
     assert why in found and bool(found) == bool(why)
     if spec.latent:

@@ -7,6 +7,7 @@ The native attention kernel against torch's attention in float32.
 import itertools
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import DynamicCache
 
-from gpu_worker.engine.attention.backend import FLOATS8, AttentionSpec, Geometry, KVCache, LayerSpec, raw
+from gpu_worker.engine.attention.backend import FLOATS8, Geometry, KVCache, LayerSpec, raw
 from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
 from gpu_worker.engine.batch.inputs import build_inputs
 from gpu_worker.engine.batch.row import Row, StepSlices
@@ -101,8 +102,7 @@ def test_a_cache_has_room_for_four_times_the_tokens_of_float32(tmp_path: Path) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *FLOATS8.values()])
 def test_blocks_are_copied_in_all_layers(dtype: torch.dtype) -> None:
-    spec = AttentionSpec(2, 1, None, 1.0)
-    layers = [LayerSpec(spec, 8, 8), LayerSpec(spec, 4, 8)]
+    layers = [LayerSpec(2, 1, None, 1.0, dim, 8) for dim in (8, 4)]
     cache = KVCache(Geometry(layers, 4, torch.float32, dtype), 9, torch.device("cpu"))
     for number, tensor in enumerate((*cache.keys, *cache.values)):
         raw(tensor).copy_((torch.arange(raw(tensor).numel()).view(tensor.shape) + number) % 100)
@@ -135,7 +135,7 @@ def test_scales_are_found(
     numbers = zip(names, (0.25, 0.5), strict=True)
     tensors = {f"{prefix}layers.1.self_attn.{name}": torch.tensor(number) for name, number in numbers}
     save_file(tensors, tmp_path / "model.safetensors")
-    spec = LayerSpec(AttentionSpec(2, 1, None, 1.0), 16, 16)
+    spec = LayerSpec(2, 1, None, 1.0, 16, 16)
     found = scale_layers(model, tmp_path, {layer["self_attn"]: spec for layer in layers})
     assert [(layer.key_scale, layer.value_scale) for layer in found.values()] == [(1.0, 1.0), scales]
 
@@ -164,8 +164,8 @@ def test_outputs_equal_those_of_torch(
         ((64, 64), (24, 18)), (1, 3), (None, 20), (None, 5.0), (None, torch.randn(6))
     ):
         torch.manual_seed(0)
-        spec = AttentionSpec(2, group, window, key_dim**-0.5, softcap)
-        layer = LayerSpec(spec, key_dim, value_dim, *((0.7, 0.002) if stored else (1.0, 1.0)))
+        layer = LayerSpec(2, group, window, key_dim**-0.5, key_dim, value_dim, softcap)
+        layer = replace(layer, key_scale=0.7, value_scale=0.002) if stored else layer
         geometry = Geometry([layer], block_size, dtype, stored or dtype)
         backend = CpuPagedBackend(geometry, library)
         pair = Pair(geometry, backend, ERRORS[dtype], exact_kv=stored or torch.float32)
@@ -182,8 +182,8 @@ def test_bits_depend_neither_on_chunks_nor_on_how_work_is_split(
     several parts of its keys.
     """
     tokens, beside, sinks = 2500, 33, torch.randn(6)
-    spec = AttentionSpec(2, 3, window, 0.1)
-    geometry = Geometry([LayerSpec(spec, 64, 64)], 16, dtype, dtype)
+    spec = LayerSpec(2, 3, window, 0.1, 64, 64)
+    geometry = Geometry([spec], 16, dtype, dtype)
     states = [torch.randn(1, heads, tokens + beside, 64).to(dtype) for heads in (6, 2, 2)]
     blocks = np.split(np.arange(1, BLOCKS * 2, dtype=np.int32), [-(-tokens // 16)])
     row, other = (

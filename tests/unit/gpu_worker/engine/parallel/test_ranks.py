@@ -27,7 +27,7 @@ from common.messages.records import unpack_floats
 from common.messages.request import BeamParams, LogitsParams, SamplingParams
 from common.rank import RankInfo
 from common.settings.settings import SettingError, Settings
-from gpu_worker.engine.attention.backend import AttentionSpec, LayerSpec
+from gpu_worker.engine.attention.backend import LayerSpec
 from gpu_worker.engine.attention.choose import check_probe
 from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.load import check_same, describe_model
@@ -315,7 +315,7 @@ def test_models_whose_layers_need_more_than_hidden_states_are_refused() -> None:
         layer(torch.zeros(1, 2, 3))
     assert len(layer(torch.zeros(1, 2, 3))) == 2, "the check is over"
     config = AutoConfig.for_model("llama", **LLAMA)
-    spec = LayerSpec(AttentionSpec(2, 2, None, 1.0), 16, 16)
+    spec = LayerSpec(2, 2, None, 1.0, 16, 16)
     states = torch.full((1, 8, 64), torch.nan)
     with pytest.raises(UnservableModel, match=r"take more than hidden states.*PIPELINE_PARALLEL_SIZE"):
         check_probe(SimpleNamespace(config=config), {Passing(): spec}, states, slice(2, 3))
