@@ -29,9 +29,6 @@ from gpu_worker.protocol import AgentLink, Begin, EngineFailure, LoadProgress, P
 
 log = logging.getLogger(__name__)
 
-RENDEZVOUS_TIMEOUT_S = 300.0
-"""How long a rank waits for all others to connect; then it ends with a line that names them."""
-
 SPIN_COUNT = ("GOMP_SPINCOUNT", "2000")
 """OpenMP threads that wait for each other sleep soon. On cores shared with other processes, a spinning thread
 would keep the thread that it waits for from running. OpenMP reads it when torch is imported.
@@ -122,7 +119,7 @@ def serve(link: AgentLink, loaded: Any) -> None:
         return run(settings, info, link, loaded, None)
     if not info.is_local:
         link.send(LoadProgress(f"waiting for all {info.world_size} ranks at {info.address}:{info.port}"))
-    links = connect_ranks(info, RENDEZVOUS_TIMEOUT_S, settings.worker_ttl_s)
+    links = connect_ranks(info, peer_timeout_s=settings.worker_ttl_s)
     links.watch(lambda lost: end_with(link, lost))
     try:
         run(settings, info, link, loaded, links)

@@ -46,7 +46,7 @@ from transformers.models.llama.modeling_llama import (
 from gpu_worker.engine.attention.backend import NAME, LayerSpec
 from gpu_worker.engine.batch.inputs import build_inputs, to_device
 from gpu_worker.engine.batch.row import Row, RowSlice, StepPart, StepSlices, arrange, request_at
-from gpu_worker.engine.batch.sampling_state import SampleRequest, SamplingState
+from gpu_worker.engine.batch.sampling_state import SamplingState
 from gpu_worker.engine.batch.split_step import is_out_of_memory, release_tensors
 from gpu_worker.engine.batch.step_result import Int32
 from gpu_worker.engine.cuda.graphs import Capture, CudaGraphs
@@ -97,11 +97,6 @@ class DraftChain:
     def last(self) -> int:
         """The token before the next draft."""
         return self.drafted[-1] if self.drafted else self.proposer.text.last
-
-    @property
-    def sample_request(self) -> SampleRequest | None:
-        """How the next draft is sampled."""
-        return request_at(self.state, self.row.index + len(self.drafted))
 
     def add(self, token: int) -> None:
         self.drafted.append(token)
@@ -155,7 +150,7 @@ class Drafter(StepPart):
         running = self.begin(chains)
         while running:
             sampling, logits = self.compute(running)
-            requests = [chain.sample_request for chain in sampling]
+            requests = [request_at(one.state, one.row.index + len(one.drafted)) for one in sampling]
             self.matchers.finish_masks(requests)
             ids = sample(fit(logits, self.vocab_size), requests).ids.tolist() if sampling else ()
             for chain, token in zip(sampling, ids, strict=True):

@@ -147,6 +147,7 @@ def probe(connection: socket.socket, timeout_s: float) -> None:
 
 
 TIMEOUT_S = 300.0
+"""How long a rank waits for all others to connect; then it ends with a line that names them."""
 PEER_TIMEOUT_S = 5.0
 RETRY_S = 0.2
 CONNECT_TIMEOUT_S = 2.0
