@@ -45,6 +45,7 @@ template <class T> struct VectorProducts {
 #pragma GCC unroll 2
                 for (int part = 0; part < Pairs<T>::PARTS; part++) {
                     auto keys = Pairs<T>::part(chunk.keys[v] + d * chunk.key_stride, part);
+                    keep_in_register(keys);
 #pragma GCC unroll 8
                     for (int n = 0; n < N; n++)
                         sums[n][v] = Pairs<T>::multiply(sums[n][v], keys, queries + n * dim + d * P + part);
@@ -66,6 +67,7 @@ template <class T> struct VectorProducts {
                 for (int v = 0; v < VECTORS; v++) {
                     if (PREFETCH && v * LANES * sizeof(T) % 64 == 0) __builtin_prefetch(ahead + v * LANES);
                     Floats numbers = load(value + v * LANES);
+                    keep_in_register(numbers);
 #pragma GCC unroll 8
                     for (int n = 0; n < N; n++) sums[n][v] += numbers * weights[n * CHUNK + j];
                 }

@@ -73,7 +73,10 @@ void multiply(const Factor<T>* rows, int stride, int inputs, const T* panel, flo
 #pragma GCC unroll 2
         for (int part = 0; part < Pairs<T>::PARTS; part++) {
             decltype(Pairs<T>::part(panel, part)) weights[WIDTH<T>];
-            for (int w = 0; w < WIDTH<T>; w++) weights[w] = Pairs<T>::part(panel + w * LANES * P, part);
+            for (int w = 0; w < WIDTH<T>; w++) {
+                weights[w] = Pairs<T>::part(panel + w * LANES * P, part);
+                keep_in_register(weights[w]);
+            }
 #pragma GCC unroll 8
             for (int n = 0; n < N; n++)
 #pragma GCC unroll 3

@@ -51,6 +51,15 @@ template <class V> inline V read(const void* from) {
     return vector;
 }
 
+// A compiler may read a vector from memory again wherever it is used: g++ 12 does so for Zen 2 and 3.
+template <class V> inline void keep_in_register(V& vector) {
+#if defined(__x86_64__)
+    asm("" : "+v"(vector));
+#elif defined(__aarch64__)
+    asm("" : "+w"(vector));
+#endif
+}
+
 // While it lives, its thread's vectors take numbers that are too small for their exponent as zeros, as the
 // matrix unit does.
 struct FlushedDenormals {
