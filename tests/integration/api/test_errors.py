@@ -237,14 +237,15 @@ EMBED_PATHS = ("/v1/embeddings",)
 SCORE_PATHS = ("/v1/rerank", "/v1/score")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def base_urls(
     shared_broker: Broker, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[str], str]]:
     """Gateways with fake workers: of a model that generates, one that embeds and one that classifies. They
-    serve in another thread, because schemathesis blocks this one.
+    serve in another thread, because schemathesis blocks this one, and end with the test: they would take
+    jobs of the next one, whose broker is the same.
     """
-    brokers.empty(shared_broker)  # of what the module before has left
+    brokers.empty(shared_broker)  # of what tests before have left
     started, urls, stops = threading.Event(), dict[str, str](), list[Any]()
     url, embeds, scores = shared_broker.url, *(tmp_path_factory.mktemp(name) for name in ("embeds", "scores"))
     encoder, classifier = save_encoder(embeds, "BERT"), save_encoder(scores, "BERT", num_labels=1)
