@@ -220,14 +220,18 @@ def test_llm(url: str, tmp_path: Path) -> None:
 
 # --- anthropic ----------------------------------------------------------------------------------------------
 
-anthropic: Any = pytest.importorskip("anthropic")
 ASKED: dict[str, Any] = {"model": MODEL, "max_tokens": 60, "extra_body": {"temperature": 0}}
 TOOL = {"name": "get_weather", "description": "Weather of a place", "input_schema": WARM_SCHEMA}
 FORCED = {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "get_weather"}}
 
 
+@pytest.fixture(scope="module")
+def anthropic() -> Any:
+    return pytest.importorskip("anthropic")
+
+
 @pytest.fixture
-def client(fleet: Fleet) -> Iterator[Any]:
+def client(anthropic: Any, fleet: Fleet) -> Iterator[Any]:
     with anthropic.Anthropic(base_url=fleet.base_url, api_key="none", max_retries=0) as client:
         yield client
 
@@ -262,7 +266,7 @@ def test_a_call_of_a_tool_and_its_result(client: Any) -> None:
     assert last.content[0].text and last.stop_reason in ("end_turn", "max_tokens")
 
 
-def test_its_tool_runner_comes_to_an_end(client: Any) -> None:
+def test_its_tool_runner_comes_to_an_end(anthropic: Any, client: Any) -> None:
     """Whether the model calls the tool is its own affair."""
 
     @anthropic.beta_tool  # type: ignore[untyped-decorator]
@@ -276,7 +280,7 @@ def test_its_tool_runner_comes_to_an_end(client: Any) -> None:
     assert runner.until_done().role == "assistant"
 
 
-def test_refusals_are_its_exceptions(client: Any) -> None:
+def test_refusals_are_its_exceptions(anthropic: Any, client: Any) -> None:
     with pytest.raises(anthropic.BadRequestError, match="context length"):
         client.messages.create(**ASKED, messages=user(TOO_LONG))
     with pytest.raises(anthropic.BadRequestError, match="stop_sequences"):
@@ -285,7 +289,7 @@ def test_refusals_are_its_exceptions(client: Any) -> None:
         client.messages.create(**(ASKED | {"model": "other"}), messages=user(QUESTION))
 
 
-async def test_its_asynchronous_client(fleet: Fleet) -> None:
+async def test_its_asynchronous_client(anthropic: Any, fleet: Fleet) -> None:
     async with anthropic.AsyncAnthropic(base_url=fleet.base_url, auth_token="none") as client:
         events = [
             one async for one in await client.messages.create(**ASKED, messages=user("Hi"), stream=True)
