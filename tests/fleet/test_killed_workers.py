@@ -1,6 +1,6 @@
 """Who dies × of which model, under streams: that worker alone ends, and no token is lost or computed in
-another way. Ids are those of an undisturbed fleet, and of transformers' `generate`. And what these fleets do
-while nobody dies: adapters come and go, a second turn starts from what is cached.
+another way. Ids are those of an undisturbed fleet, and of transformers' `generate`. And while nobody dies,
+adapters come and go.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from tests.support.engine.reference import load, prompt_ids
 from tests.support.engine.tiny_models import HYBRIDS
 from tests.support.fleet.fleet import Fleet, have_ended
 from tests.support.load import Load, body
-from tests.support.pictures import TOKENS, data_url, image_part, make_processor, tokenizer_for, user
+from tests.support.pictures import TOKENS, data_url, make_processor, tokenizer_for
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -54,8 +54,6 @@ FP8 = {"kv_cache_dtype": "fp8_e5m2"}
 ADAPTERS = ("one", "two")
 FAMILY, NAME, INLINE = "qwen2_vl", "Qwen2-VL", "<|vision_start|><|image_pad|><|vision_end|>"
 """Of the model that sees pictures."""
-TEXT_BEFORE = 16
-"""Tokens of whole blocks before the picture of a chat."""
 
 
 def tiny(family: str, sizes: dict[str, Any]) -> Callable[[Path], dict[str, Any]]:
@@ -269,26 +267,6 @@ async def test_deaths_cost_no_token(served: Served, victims: list[tuple[str, int
         await wait_until(lambda: shown.search(httpx.get(f"{fleet.base_url}/metrics").text) is not None)
 
 
-async def test_a_second_turn_of_a_model_with_states_starts_from_a_snapshot(tmp_path: Path) -> None:
-    fleet = Fleet(num_workers=1, **SETTINGS | hybrid(tmp_path) | {"kv_cache_bytes": "8MiB"})
-    prompt = "Once upon a time there was a ship that sailed to an island far away in the sea, and"
-    num_first = len(prompt_ids([prompt])[0])
-    asked = {"max_tokens": 40, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    async with fleet, httpx.AsyncClient(base_url=fleet.base_url, timeout=60) as client:
-        await wait_until(lambda: fleet.workers_ready() == 1)
-        answers: list[Any] = []
-        for _ in range(2):
-            prompt += answers[0]["choices"][0]["text"] + " Then they came home." if answers else ""
-            answers.append((await client.post("/v1/completions", json=asked | {"prompt": prompt})).json())
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    expected = tiny_models.generate(model, prompt_ids([prompt])[0], 40)
-    cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
-    assert answers[1]["choices"][0]["token_ids"] == expected
-    assert cached[0] == 0 and cached[1] >= num_first // 16 * 16 > 0
-
-
 @pytest.mark.parametrize("served", ["adapters"], indirect=True, scope="module")
 async def test_an_adapter_is_loaded_while_the_fleet_serves_and_by_workers_that_start_later(
     served: Served, tmp_path: Path
@@ -321,22 +299,3 @@ async def test_an_adapter_is_loaded_while_the_fleet_serves_and_by_workers_that_s
             return len((await client.get("/admin/adapters")).json()["adapters"]) == 2
 
         await wait_until(is_forgotten)
-
-
-@pytest.mark.parametrize("served", ["pictures"], indirect=True, scope="module")
-async def test_a_second_turn_finds_the_picture_cached_and_another_picture_does_not(served: Served) -> None:
-    async def ask(content: bytes, *more: dict[str, Any]) -> tuple[str, int]:
-        question = "What is on this picture, in so many words that blocks are filled?"
-        messages = [*user(image_part(data_url(content)), question), *more]
-        asked = {"messages": messages, "max_tokens": 8, "ignore_eos": True}
-        async with httpx.AsyncClient(base_url=served.fleet.base_url, timeout=120) as http:
-            answered = (await http.post("/v1/chat/completions", json=asked)).json()
-        cached = answered["usage"].get("prompt_tokens_details") or {}
-        return answered["choices"][0]["message"]["content"], cached.get("cached_tokens", 0)
-
-    seen, other = picture(11, 60, 60), picture(12, 60, 60)
-    first, _ = await ask(seen)
-    turn = [{"role": "assistant", "content": first}, {"role": "user", "content": "And why?"}]
-    _, cached = await ask(seen, *turn)
-    _, of_other = await ask(other, *turn)
-    assert of_other <= TEXT_BEFORE < 4 * TEXT_BEFORE <= cached

@@ -178,16 +178,6 @@ async def test_this_host_is_known_by_its_names_and_a_browser_s_word_counts(broke
             assert answer.status_code == status, site
 
 
-async def test_bodies_that_a_page_may_send_without_asking_first_are_no_requests(broker: Broker) -> None:
-    kinds = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=a")
-    async with serving(broker.url, cors_allow_origin=("*",)) as (_, client):
-        for kind in kinds:
-            for method, path in GUARDED[:3] + GUARDED[5:8] + GUARDED[-1:]:
-                headers = {"content-type": kind}
-                answer = await client.request(method, path, content=b"{}", headers=headers)
-                assert answer.status_code == 415, path
-
-
 async def test_docs_load_nothing_from_other_hosts(broker: Broker) -> None:
     async with serving(broker.url) as (_, client):
         page = (await client.get("/docs")).text

@@ -27,7 +27,6 @@ from api.protocols.openai_bodies import UNSUPPORTED, CompletionRequest
 from common.messages.events import Terminal, terminal_for
 from common.messages.request import Generate
 from deploy.launcher.embedded_broker import Broker
-from tests.integration.api.test_connections import RawClient
 from tests.integration.api.test_routes import LONG, document
 from tests.support import brokers
 from tests.support.answers import CHAT, openai_error, tgi_error
@@ -78,18 +77,6 @@ async def test_unknown_routes_are_404_and_unknown_methods_405(broker: Broker) ->
         assert (
             openai_error(wrong) == (405, "invalid_request_error", None) and wrong.headers["allow"] == "POST"
         )
-
-
-@pytest.mark.parametrize(
-    "garbage", [b"garbage\r\n\r\n", b"POST /generate HTTP/1.1\r\nhost: a\r\ncontent-length: x\r\n\r\n"]
-)
-async def test_requests_that_are_not_http_get_400(broker: Broker, garbage: bytes) -> None:
-    async with serving(broker.url) as (_, client):
-        raw = await (await RawClient.connect(client.base_url)).send(garbage)
-        head, _, body = (await raw.rest()).partition(b"\r\n\r\n")
-        raw.close()
-    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n") and b"x-request-id: " in head
-    assert json.loads(body) == {"error": "Invalid HTTP request received.", "error_type": "bad_request"}
 
 
 REFUSALS = [
@@ -390,13 +377,6 @@ async def test_the_error_for_a_long_prompt_has_the_code_and_the_sentence_that_cl
 
 
 # --- text limits --------------------------------------------------------------------------------------------
-
-
-async def test_a_long_text_that_is_truncated_is_served(broker: Broker) -> None:
-    async with answering(broker.url, Answer([11])) as (worker, _, short_client):
-        body = {"inputs": LONG, "parameters": {"truncate": 3, "max_new_tokens": 1}}
-        assert (await short_client.post("/generate", json=body)).status_code == 200
-    assert len(worker.seen[0].prompt_ids) == 3 * 4
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,14 @@ from tests.support.webhooks.receiver import receiving
 HERE = sys.modules[__name__]
 IDS = ids(" one two three four five six seven eight")
 JSON = {"content-type": "application/json"}
+NO_JSON: list[dict[str, str]] = [
+    {},
+    *(
+        {"content-type": kind}
+        for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=a")
+    ),
+]
+"""Headers of bodies that a page of another origin may send without asking first."""
 TERMS = {"x-priority": "batch", "x-tenant": "acme", "x-deadline-ms": "5000"}
 WRONG_TERMS = [
     ("x-priority", "urgent"),
@@ -142,7 +150,7 @@ async def check_refusals(client: httpx.AsyncClient, row: Protocol) -> None:
         (b"[]", JSON, wrong, "body"),
         (b"{}", JSON, wrong, field),
         (json.dumps(body | {field: 7}).encode(), JSON, wrong, field),
-        (json.dumps(body).encode(), {}, 415, "Content-Type"),
+        *((json.dumps(body).encode(), kind, 415, "Content-Type") for kind in NO_JSON),
         (json.dumps(too_long(body)).encode(), JSON, wrong, "must have at most"),
         *((json.dumps(body).encode(), JSON | {name: term}, wrong, f"`{name}`") for name, term in WRONG_TERMS),
     ):

@@ -134,8 +134,6 @@ def test_other_users_of_the_machine_see_no_password_among_the_words_of_a_command
         (["serv"], "COMMAND: 'serv' is not a command; the nearest is serve"),
         (["jobs"], "LIST|SHOW|CANCEL|RETRY|DEAD: is missing; `tokenfleet jobs --help` says what it is"),
         (["serve", "--prot", "80"], "--prot: unknown flag; the nearest is --port"),
-        (["serve", "model", "another"], "ARGUMENTS: 'another' is not expected"),
-        (["serve", "--num-batchers", "0"], "NUM_BATCHERS: 0 is less than 1"),
         (
             ["serve", "--device", "cpu", "--num-workers", "2", "--kv-cache-bytes", "8192GiB"],
             "KV_CACHE_BYTES: 8388608 MiB for each of 2 (NUM_WORKERS), but only",
@@ -393,13 +391,6 @@ def test_stdout_of_a_pipe_is_the_answer_only() -> None:
         assert server.keys == ["Bearer sk-1"]
 
 
-def test_the_servers_own_message_is_shown() -> None:
-    with running(refusal=(422, {"error": "temperature: 9 is too much"})) as server:
-        done = piped(server.url, b"Hi")
-    assert (done.stdout, done.returncode) == (b"", 1)
-    assert done.stderr == b"tokenfleet: the server answers 422: temperature: 9 is too much\n"
-
-
 def test_an_error_after_the_first_token_is_shown() -> None:
     with running(late_error={"error": {"message": "the worker is gone"}}) as server:
         done = piped(server.url, b"Hi")
@@ -415,14 +406,6 @@ def test_a_key_that_is_not_ascii_is_refused() -> None:
         done.stderr
         == b"tokenfleet: API_KEY has characters that are not ASCII, which no HTTP header can carry\n"
     )
-
-
-def test_an_unreachable_server_is_one_error_line() -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-    done = piped(url, b"Hi")
-    assert done.returncode == 1
-    assert done.stderr.decode().startswith(f"tokenfleet: no server answers at {url}")
-    assert done.stderr.count(b"\n") == 1
 
 
 def test_a_conversation_in_a_terminal() -> None:
@@ -475,6 +458,7 @@ async def test_a_real_gateway_gets_the_flags_and_its_error_is_shown(broker: Brok
         assert (done.stdout, done.stderr, done.returncode) == (b" It scatters light.\n", b"", 0)
         assert (worker.seen[0].stopping.max_new_tokens, worker.seen[0].prompt_ids != b"") == (30, True)
         done = await asyncio.to_thread(piped, str(client.base_url), b"Why?", "--temperature", "-1")
+        assert (done.stdout, done.returncode) == (b"", 1)
         assert done.stderr.startswith(b"tokenfleet: the server answers 400: `temperature`: Input should be")
 
 

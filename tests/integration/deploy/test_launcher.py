@@ -56,17 +56,9 @@ def fleet() -> Iterator[FakeFleet]:
     fleet.kill()
 
 
-def test_a_ready_fleet_says_where_it_is_and_a_killed_worker_restarts(
-    fleet: FakeFleet,
-) -> None:
-    """A new incarnation is started. The first lines of a ready fleet are URL, page, docs and a command."""
+def test_a_killed_worker_restarts(fleet: FakeFleet) -> None:
+    """As a new incarnation."""
     fleet.started()
-    line, page, docs, example = fleet.output().splitlines()[:4]
-    url = line.split()[-1]
-    assert url.startswith("http://127.0.0.1:")
-    assert page.startswith(f"  page: {url} ")
-    assert docs == f"  docs: {url}/docs"
-    assert example.startswith(f"  try:  curl -N {url}/generate_stream")
     [(pid, incarnation)] = fleet.starts("w1")
     os.kill(pid, signal.SIGKILL)
     wait_until_sync(lambda: len(fleet.starts("w1")) == 2)

@@ -7,6 +7,7 @@ Long work runs in slices, in turns or in a thread, so that no stream waits for i
 
 import asyncio
 import itertools
+import json
 import random
 import socket
 import threading
@@ -222,6 +223,8 @@ async def test_bytes_that_are_not_served_are_refused_however_they_arrive(name: s
         await served.receive(*parts, SMUGGLED)
         assert served.statuses == [status], parts
         assert served.echo.seen == [] and served.transport.ended
+        head, _, error = served.transport.written.partition(b"\r\n\r\n")
+        assert b"x-request-id: " in head and json.loads(error).keys() == {"error", "error_type"}
         served.close()
 
 
