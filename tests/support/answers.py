@@ -56,6 +56,13 @@ def logprobs(count: int) -> list[float]:
     return unpack_floats(pack_floats([-0.1 - i / 7 for i in range(count)]))
 
 
+async def post(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Any:
+    """An answer that is served."""
+    response = await client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
 async def streamed(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> bytes:
     """The bytes of a whole stream."""
     response = await client.post(path, json=body | {"stream": True})

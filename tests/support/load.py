@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 
 from benchmarks.client import Stream, stream
 from common.broker.keys import Keys
+from tests.support.answers import post
 from tests.support.fleet.fleet import Fleet
 from tests.support.waiting import PATIENCE_S, wait_until
 
@@ -72,12 +73,6 @@ class Load:
 KEYS = Keys("default")
 
 PROMPT = "Once upon a time there was"
-
-
-async def post(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Any:
-    answer = await http.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
 
 
 async def generate(http: httpx.AsyncClient, inputs: str = PROMPT, **parameters: Any) -> Any:

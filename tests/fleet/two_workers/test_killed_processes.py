@@ -18,8 +18,9 @@ from common.broker.keys import Keys
 from common.messages.codec import decode
 from common.messages.events import Events
 from common.process.logs import next_incarnation
+from tests.support.answers import post
 from tests.support.fleet.fleet import Fleet
-from tests.support.load import PROMPT, Load, post, timeline
+from tests.support.load import PROMPT, Load, timeline
 from tests.support.waiting import wait_for, wait_until
 
 KEYS = Keys("default")

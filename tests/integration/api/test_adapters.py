@@ -24,6 +24,7 @@ from common.messages.request import extend_hashes, prompt_hashes, root_hash
 from common.settings.fields import AdapterSource
 from deploy.launcher.embedded_broker import Broker
 from tests.support.adapters.files import write_adapter
+from tests.support.answers import post
 from tests.support.broker.listening import announced
 from tests.support.fleet.gateways import answering, ready, serving
 from tests.support.fleet.scripted_worker import Answer, FakeWorker
@@ -134,7 +135,7 @@ async def test_requests_of_every_api_get_the_adapter_that_they_name(broker: Brok
             assert [request.adapter for request in worker.seen] == expected, path
             if shown:
                 assert response.json()[shown] == "legal"
-        assert (await client.post("/v1/chat/completions", json=CHAT)).json()["model"] == "smollm2"
+        assert (await post(client, "/v1/chat/completions", CHAT))["model"] == "smollm2"
         assert worker.seen[-1].adapter == ""
 
 

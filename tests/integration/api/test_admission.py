@@ -10,6 +10,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,6 +18,7 @@ import pytest
 import redis
 import yaml
 from redis.asyncio import Redis
+from tokenizers import Tokenizer
 
 from api import errors
 from api.app import Gateway
@@ -24,12 +26,15 @@ from api.errors import LOADING_S
 from api.requests import pool as pool_module
 from api.requests.registry import IDLE_S
 from api.streams import relay as relay_module
+from common.broker.directory import SILENT_S
 from common.broker.keys import Keys
+from common.messages.records import unpack_ids
 from common.messages.request import Generate
 from deploy.launcher.embedded_broker import Broker
 from tests.support import brokers
 from tests.support.answers import CHAT, tgi_error
 from tests.support.broker.listening import announced
+from tests.support.engine import tiny_tokenizers
 from tests.support.fleet.batchers import batcher, batching
 from tests.support.fleet.gateways import answering, nothing_left, ready, serving
 from tests.support.fleet.modeless_worker import modeless_worker
@@ -286,7 +291,7 @@ async def test_503_while_the_broker_is_silent_or_gone(monkeypatch: pytest.Monkey
             for path in ("/fleet", "/fleet/requests/r", "/v1/models/other"):
                 response = await client.get(path)
                 assert response.status_code == 503 and "did not answer in time" in response.text
-            assert [one["id"] for one in (await client.get("/v1/models")).json()["data"]] == ["smollm2"]
+            assert await names_of(client) == ["smollm2"]
             os.kill(pid, signal.SIGCONT)
             await wait_until(lambda: not gateway.pool.relay.streams)
             await wait_until(lambda: answers(client))
@@ -458,21 +463,53 @@ async def test_a_foreign_pool_serves_requests_and_leaves_its_jobs_alone(
         assert len(worker.seen) == 1
 
 
-async def test_a_model_is_found_by_each_of_its_names(broker: Broker, redis: Redis) -> None:
+async def test_a_foreign_pool_has_a_tokenizer_and_a_template_of_its_own(
+    broker: Broker, redis: Redis, tmp_path: Path
+) -> None:
+    """Those that its entry names. Its names are listed until it is silent."""
+    (tmp_path / "config.json").write_text("{}")
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    tiny_tokenizers.byte_level(folder)
+    config = {"chat_template": "{% for m in messages %}<|im_end|>{{ m.content }}{% endfor %}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    own = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    names: dict[str, Any] = {"models": ["org/tiny"], "model_id": str(tmp_path)}
+    regex = {"structured_outputs": {"regex": "[ab]{4}"}}
+    chat = CHAT | {"model": "b", "messages": [{"role": "user", "content": "The sky"}]} | regex
+    async with gateway_of_default(broker.url) as (_, client):
+        async with (
+            working(broker.url, own, lambda _: Answer(own.encode("abab").ids), pool="b") as worker,
+            announced(broker.url, "b", tokenizer_name=str(folder), **names),
+        ):
+            await wait_for(lambda: names_of(client), ["smollm2", "org/tiny", "b"])
+            for path, body, prompt in (
+                ("/v1/completions", {"model": "b", "prompt": "The sky"}, "The sky"),
+                ("/v1/chat/completions", chat, "<|im_end|>The sky"),
+            ):
+                response = await client.post(path, json=body)
+                assert response.status_code == 200 and "abab" in response.text, response.text
+                assert unpack_ids(worker.seen[-1].prompt_ids) == own.encode(prompt).ids
+            assert worker.seen[-1].sampling and worker.seen[-1].sampling.grammar
+        await redis.zincrby(Keys.pools, -SILENT_S - 1, "b")
+        await wait_for(lambda: names_of(client), ["smollm2"])
+
+
+async def names_of(client: httpx.AsyncClient) -> list[str]:
+    return [one["id"] for one in (await client.get("/v1/models")).json()["data"]]
+
+
+async def test_a_model_is_found_by_each_of_its_names(broker: Broker) -> None:
     names = ("org/small", "tiny")
     async with answering(broker.url, answer, served_model_name=names, model_id="smollm2") as (_, _, client):
-        listed = [model["id"] for model in (await client.get("/v1/models")).json()["data"]]
-        assert listed == ["org/small", "tiny"]
+        assert await names_of(client) == ["org/small", "tiny"]
         hub_id = "HuggingFaceTB/SmolLM2-135M-Instruct"
         for name in (*names, "small", "smollm2", hub_id, hub_id.split("/")[1], "http://host:3000", "tgi", ""):
             assert await complete(client, name) == " zero one two three"
-        refused = await client.post("/v1/completions", json={"model": "gpt-4o", "prompt": "Count."})
-        assert refused.status_code == 404
-        assert refused.json()["error"]["code"] == "model_not_found"
 
 
 async def test_any_name_may_mean_this_model_and_other_pools_keep_theirs(
-    broker: Broker, redis: Redis, worker: FakeWorker
+    broker: Broker, worker: FakeWorker
 ) -> None:
     async with answering(broker.url, answer, any_model_name=True) as (own, _, client):
         await complete(client, "gpt-4o")
@@ -514,9 +551,7 @@ async def fewer_connections(redis: Redis, than: int) -> bool:
     return len(await redis.client_list()) < than
 
 
-async def test_a_foreign_pool_with_a_live_stream_stays_open(
-    broker: Broker, redis: Redis, worker: FakeWorker
-) -> None:
+async def test_a_foreign_pool_with_a_live_stream_stays_open(broker: Broker, worker: FakeWorker) -> None:
     async with gateway_of_default(broker.url) as (gateway, client):
         clock = Clock()
         gateway.pools.clock = clock.monotonic
@@ -535,7 +570,7 @@ async def test_a_foreign_pool_with_a_live_stream_stays_open(
 
 
 async def test_a_pool_without_a_live_worker_is_unavailable_and_one_that_nobody_knows_is_not_found(
-    broker: Broker, redis: Redis
+    broker: Broker,
 ) -> None:
     async with (
         announced(broker.url, "empty", num_ready=0),
@@ -547,7 +582,7 @@ async def test_a_pool_without_a_live_worker_is_unavailable_and_one_that_nobody_k
         assert not gateway.pools.foreign
 
 
-async def test_a_pool_whose_worker_still_loads_is_asked_for_again_later(broker: Broker, redis: Redis) -> None:
+async def test_a_pool_whose_worker_still_loads_is_asked_for_again_later(broker: Broker) -> None:
     body = {"model": "b", "prompt": "Count."}
     async with (
         announced(broker.url, "b", num_ready=0, num_loading=1),

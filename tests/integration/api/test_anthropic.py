@@ -13,10 +13,10 @@ from common.messages.records import unpack_ids
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_chat import ARGUMENTS, CALLS, HERMES, PARAMETERS
 from tests.integration.api.test_chat import TOOLS as CHAT_TOOLS
-from tests.support.answers import streamed
+from tests.support.answers import post, streamed
 from tests.support.fleet.gateways import answering
-from tests.support.fleet.scripted_worker import Answer, FakeWorker
-from tests.support.tokenizer import TOKENIZER, ids
+from tests.support.fleet.scripted_worker import Answer
+from tests.support.tokenizer import ids
 
 PATH = "/v1/messages"
 BODY: dict[str, Any] = {"max_tokens": 200, "messages": [{"role": "user", "content": "Hi"}]}
@@ -66,14 +66,8 @@ def accumulated(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 async def ask(client: httpx.AsyncClient, path: str = PATH, **fields: Any) -> dict[str, Any]:
-    response = await client.post(path, json=ASKED | fields)
-    content: dict[str, Any] = response.json()
-    assert response.status_code == 200, content
+    content: dict[str, Any] = await post(client, path, ASKED | fields)
     return content
-
-
-def prompts(worker: FakeWorker) -> list[str]:
-    return [TOKENIZER.decode(unpack_ids(one.prompt_ids), skip_special_tokens=False) for one in worker.seen]
 
 
 def anonymous(message: dict[str, Any]) -> dict[str, Any]:
@@ -163,7 +157,7 @@ async def test_calls_and_results_are_in_the_next_prompt(broker: Broker) -> None:
             {"role": "user", "content": "So?"},
         ]
         await client.post("/v1/chat/completions", json={"messages": messages, "tools": CHAT_TOOLS})
-    own, chat = prompts(worker)[1:]
+    own, chat = worker.prompts[1:]
     assert own == chat and "31 degrees" in own and "noon" in own
 
 
@@ -177,7 +171,7 @@ async def test_turns_of_one_role_are_one_and_blocks_are_lines(broker: Broker) ->
     async with answering(broker.url, Answer(ids(" answer"))) as (worker, _, client):
         message = await ask(client, tools=None, system=blocks, messages=turns)
         await ask(client, tools=None, system="Be brief.\nBe kind.", messages=turns)
-    first, second = prompts(worker)
+    first, second = worker.prompts
     assert first == second and "Be brief.\nBe kind." in first and "One\nTwo" in first
     assert first.endswith("The") and message["content"] == [{"type": "text", "text": " answer"}]
 
@@ -195,7 +189,7 @@ async def test_claude_codes_changing_line_is_left_out_of_the_prompt(broker: Brok
     async with answering(broker.url, Answer(ids(" one"))) as (worker, _, client):
         for system in (*systems, quoted):
             await ask(client, system=system)
-        *same, other = prompts(worker)
+        *same, other = worker.prompts
     assert len(set(same)) == 1 and "x-anthropic" not in same[0] and "cch=ddddd" in other
 
 
@@ -203,7 +197,7 @@ async def test_tokens_are_counted_as_the_prompt_has_them(broker: Broker) -> None
     async with answering(broker.url, Answer(ids(" one")), **HERMES) as (worker, _, client):
         message = await ask(client, system="Be brief.")
         body = {key: value for key, value in ASKED.items() if key != "max_tokens"}
-        counted = (await client.post(f"{PATH}/count_tokens", json=body | {"system": "Be brief."})).json()
+        counted = await post(client, f"{PATH}/count_tokens", body | {"system": "Be brief."})
         assert len(worker.seen) == 1
     assert counted == {"input_tokens": message["usage"]["input_tokens"]}
 
@@ -213,7 +207,7 @@ async def test_tools_of_anthropics_servers_are_left_out_unless_they_are_forced(b
     async with answering(broker.url, Answer(ids(" one")), **HERMES) as (worker, _, client):
         await ask(client, tools=[*TOOLS, built_in])
         await ask(client)
-        with_it, without = prompts(worker)
+        with_it, without = worker.prompts
         assert with_it == without
         for tools, choice in (
             ([*TOOLS, built_in], {"type": "tool", "name": "web_search"}),

@@ -21,7 +21,7 @@ from common.broker.keys import Keys
 from common.messages.request import Generate
 from deploy.cli import admin
 from deploy.launcher.embedded_broker import Broker
-from tests.support.answers import check_response
+from tests.support.answers import check_response, post
 from tests.support.fleet.gateways import answering, ready, serving
 from tests.support.fleet.scripted_worker import Answer, working
 from tests.support.keys.issued import add_key, bearer, known
@@ -88,7 +88,7 @@ async def test_a_batch_of_chats_is_answered_in_the_order_of_its_input(broker: Br
         content = jsonl([*(chat_line(number) for number in range(40)), wrong])
         batch = await run_batch(client, content, metadata={"a": "b"})
         output, errors = await lines(client, batch.output_file_id), await lines(client, batch.error_file_id)
-        single = (await http.post(CHAT, json=chat_line(3)["body"])).json()
+        single = await post(http, CHAT, chat_line(3)["body"])
         assert {one.class_name for one in worker.seen[:40]} == {"batch"}
         assert {one.tenant for one in worker.seen[:40]} == {"acme"}
         left = [key.decode() for key in await worker.redis.keys("*job:*")]
@@ -129,7 +129,7 @@ async def test_responses_are_those_of_the_route_but_for_ids(broker: Broker, tmp_
         served = sorted((one.prompt_ids for one in worker.seen), key=len)
         worker.seen.clear()
         for line, body in zip(output, bodies, strict=False):
-            single = (await http.post("/v1/responses", json=body | {"store": False})).json()
+            single = await post(http, "/v1/responses", body | {"store": False})
             made = line["response"]["body"]
             assert check_response(made).status == "completed"
             different = {name for name in single if made[name] != single[name]}

@@ -9,6 +9,7 @@ import json
 from importlib.metadata import version
 from typing import Any
 
+import httpx
 import pytest
 
 from api.protocols.protocol import FINGERPRINT
@@ -29,6 +30,7 @@ from tests.support.answers import (
     logprobs,
     numbered,
     positions,
+    post,
     scores,
     shown_tokens,
     streamed,
@@ -45,6 +47,10 @@ def counts(num_prompt: int, num_new: int, num_cached: int = 0) -> dict[str, Any]
     numbers = {"prompt_tokens": num_prompt, "completion_tokens": num_new}
     details = {"prompt_tokens_details": {"cached_tokens": num_cached}}
     return numbers | {"total_tokens": num_prompt + num_new} | details
+
+
+async def choices_of(client: httpx.AsyncClient, body: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*(await post(client, PATH, body))["choices"]]
 
 
 def repeat(request: Generate) -> Answer:
@@ -132,8 +138,8 @@ async def test_logprobs_are_parallel_lists(broker: Broker) -> None:
     """Special tokens are not in the text, and several tokens may share a character."""
     async with answering(broker.url, Answer(ids("a🙂 b"), ends=False)) as (_, _, client):
         body = {"prompt": "a", "max_tokens": 4}
-        [choice] = (await client.post(PATH, json=body | {"logprobs": 2})).json()["choices"]
-        [plain] = (await client.post(PATH, json=body | {"logprobs": 0})).json()["choices"]
+        [choice] = await choices_of(client, body | {"logprobs": 2})
+        [plain] = await choices_of(client, body | {"logprobs": 0})
         found = frames(await streamed(client, PATH, body | {"logprobs": 2}))
     lists = choice["logprobs"]
     assert choice["text"] == "a🙂 b"
@@ -149,9 +155,8 @@ async def test_logprobs_are_parallel_lists(broker: Broker) -> None:
 async def test_echo_puts_the_prompt_before_the_text(broker: Broker) -> None:
     async with answering(broker.url, Answer(ids(" b"))) as (_, _, client):
         for prompt, text in (("a é", "a é b"), (ids("a é"), "a é b")):
-            assert (await client.post(PATH, json={"prompt": prompt, "echo": True})).json()["choices"][0][
-                "text"
-            ] == text
+            [choice] = await choices_of(client, {"prompt": prompt, "echo": True})
+            assert choice["text"] == text
             found = frames(await streamed(client, PATH, {"prompt": prompt, "echo": True}))
             assert [frame["choices"][0]["text"] for frame in found] == ["a é", " b", ""]
 
@@ -165,11 +170,9 @@ async def test_echo_with_logprobs_includes_the_prompt(broker: Broker) -> None:
     """The same lists, streamed or not: those of the prompt's tokens, then those of the choice's own."""
     body = {"prompt": ["a é b", "c d"], "n": 2, "echo": True}
     async with answering(broker.url, Answer(ids(" x"), ends=False)) as (worker, _, client):
-        whole = (await client.post(PATH, json=body | {"max_tokens": 1, "logprobs": 2})).json()
+        whole = await post(client, PATH, body | {"max_tokens": 1, "logprobs": 2})
         found = frames(await streamed(client, PATH, body | {"max_tokens": 1, "logprobs": 2}))
-        [plain] = (
-            await client.post(PATH, json={"prompt": "c d", "echo": True, "max_tokens": 1, "logprobs": 0})
-        ).json()["choices"]
+        [plain] = await choices_of(client, {"prompt": "c d", "echo": True, "max_tokens": 1, "logprobs": 0})
         assert [request.prompt_logprobs for request in worker.seen] == [2] * 8 + [0]
         await client.post(PATH, json=body | {"max_tokens": 1})
         await client.post(PATH, json={"prompt": "a", "max_tokens": 1, "logprobs": 2})
@@ -203,9 +206,7 @@ async def test_max_tokens_of_zero_scores_the_prompt(broker: Broker) -> None:
         }
         found = frames(await streamed(client, PATH, body))
         answer = await client.post(PATH, json=body | {"stream_options": None})
-        [bare] = (await client.post(PATH, json={"prompt": "a", "echo": True, "max_tokens": 0})).json()[
-            "choices"
-        ]
+        [bare] = await choices_of(client, {"prompt": "a", "echo": True, "max_tokens": 0})
     [choice] = answer.json()["choices"]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("a é b", "length", None)
     assert choice["logprobs"]["tokens"] == ["a", " é", " b"] and choice["logprobs"][
@@ -228,9 +229,7 @@ async def test_special_tokens_are_shown_on_request(broker: Broker) -> None:
     answer = Answer([*ids("a"), TOKENIZER.token_to_id("<|im_start|>"), *ids(" b")])  # type: ignore[list-item]
     async with answering(broker.url, answer) as (_, _, client):
         for body, text in (({}, "a b"), ({"skip_special_tokens": False}, "a<|im_start|> b")):
-            assert (await client.post(PATH, json={"prompt": "a", **body})).json()["choices"][0][
-                "text"
-            ] == text
+            assert [one["text"] for one in await choices_of(client, {"prompt": "a", **body})] == [text]
 
 
 async def test_a_failed_prompt_fails_all_choices(broker: Broker) -> None:
@@ -322,9 +321,9 @@ TOOLS = {"tools": [{"type": "function", "function": {"name": "f"}}]}
 async def test_a_chat_has_the_ids_of_its_prompt_and_of_its_tokens(broker: Broker) -> None:
     tokens = [*ids(" é🙂 b"), IM_END]
     async with answering(broker.url, Answer(ids(" é🙂 b"))) as (worker, _, client):
-        whole = (await client.post(CHAT_PATH, json=CHAT | IDS | {"n": 2})).json()
+        whole = await post(client, CHAT_PATH, CHAT | IDS | {"n": 2})
         chunks = frames(await streamed(client, CHAT_PATH, CHAT | IDS))
-        plain = (await client.post(CHAT_PATH, json=CHAT)).json()
+        plain = await post(client, CHAT_PATH, CHAT)
     prompt = unpack_ids(worker.seen[0].prompt_ids)
     assert whole["prompt_token_ids"] == prompt
     assert [choice["token_ids"] for choice in whole["choices"]] == [tokens, tokens]
@@ -336,7 +335,7 @@ async def test_a_chat_has_the_ids_of_its_prompt_and_of_its_tokens(broker: Broker
 async def test_every_token_of_a_call_is_in_one_chunk_ids_or_not(broker: Broker) -> None:
     body = CHAT | TOOLS | IDS
     async with answering(broker.url, Answer(ids(CALL)), tool_call_parser="hermes") as (_, _, client):
-        whole = (await client.post(CHAT_PATH, json=body)).json()
+        whole = await post(client, CHAT_PATH, body)
         chunks = frames(await streamed(client, CHAT_PATH, body))
     shown = [token for chunk in chunks[1:] for token in chunk["choices"][0]["token_ids"]]
     assert shown == whole["choices"][0]["token_ids"] == [*ids(CALL), IM_END]
@@ -348,7 +347,7 @@ async def test_choices_of_completions_have_the_ids_of_their_own_prompts(broker: 
     async with answering(broker.url, Answer(ids(" x y"), ends=False)) as (_, _, client):
         for echo in ({}, {"echo": True}):
             body = prompts | IDS | echo | {"max_tokens": 2}
-            choices = (await client.post(PATH, json=body)).json()["choices"]
+            choices = await choices_of(client, body)
             assert [one["prompt_token_ids"] for one in choices] == [ids("a é b"), ids("c")]
             assert [one["token_ids"] for one in choices] == [ids(" x y")] * 2
             found = [chunk["choices"][0] for chunk in frames(await streamed(client, PATH, body))]
@@ -367,9 +366,9 @@ async def test_tokens_are_named_by_their_ids(broker: Broker) -> None:
     async with answering(broker.url, Answer(tokens, ends=False)) as (_, _, client):
         more = by_id | {"max_tokens": len(tokens)}
         chat = CHAT | more | {"logprobs": True, "top_logprobs": 2}
-        content = (await client.post(CHAT_PATH, json=chat)).json()["choices"][0]["logprobs"]["content"]
-        lists = (await client.post(PATH, json={"prompt": "a é", "logprobs": 2, "echo": True} | more)).json()
-        plain = (await client.post(CHAT_PATH, json=CHAT | more)).json()
+        content = (await post(client, CHAT_PATH, chat))["choices"][0]["logprobs"]["content"]
+        lists = await post(client, PATH, {"prompt": "a é", "logprobs": 2, "echo": True} | more)
+        plain = await post(client, CHAT_PATH, CHAT | more)
     assert [one["token"] for one in content] == names
     assert b"".join(bytes(one["bytes"]) for one in content) == " é🙂".encode()
     assert content[0]["top_logprobs"][1]["token"] == f"token_id:{tokens[0] + 1}"
@@ -384,12 +383,10 @@ async def test_prompt_logprobs_are_objects_by_token_id(broker: Broker) -> None:
     prompt = ids("a é b")
     async with answering(broker.url, Answer(ids(" x"), ends=False)) as (worker, _, client):
         body: dict[str, Any] = {"prompt": "a é b", "max_tokens": 1, "prompt_logprobs": 2}
-        [choice] = (await client.post(PATH, json=body)).json()["choices"]
-        [both] = (await client.post(PATH, json=body | {"echo": True, "logprobs": 1})).json()["choices"]
-        [none] = (await client.post(PATH, json=body | {"prompt_logprobs": 0})).json()["choices"]
-        chat = (
-            await client.post(CHAT_PATH, json=CHAT | {"prompt_logprobs": 1, "n": 2, "max_tokens": 1})
-        ).json()
+        [choice] = await choices_of(client, body)
+        [both] = await choices_of(client, body | {"echo": True, "logprobs": 1})
+        [none] = await choices_of(client, body | {"prompt_logprobs": 0})
+        chat = await post(client, CHAT_PATH, CHAT | {"prompt_logprobs": 1, "n": 2, "max_tokens": 1})
         kept = frames(await streamed(client, PATH, body | {"prompt_logprobs": 0}))
     assert [request.prompt_logprobs for request in worker.seen[:3]] == [2, 2, 0]
     first, *others = choice["prompt_logprobs"]
@@ -432,7 +429,7 @@ async def test_a_prompt_can_be_truncated_to_fit(broker: Broker) -> None:
         assert (await client.post(CHAT_PATH, json=chat)).status_code == 200
         assert len(unpack_ids(worker.seen[-1].prompt_ids)) == 1000
         body: dict[str, Any] = {"prompt": "a é b", "echo": True, "max_tokens": 1}
-        [choice] = (await client.post(PATH, json=body | fitted)).json()["choices"]
+        [choice] = await choices_of(client, body | fitted)
         assert choice["text"] == "a é b x"
 
 
@@ -442,9 +439,9 @@ TEXT = "Hé 🙂 wörld"
 async def test_the_tokens_of_a_prompt_and_of_a_chat_in_vllm_s_shape(broker: Broker) -> None:
     async with answering(broker.url, Answer([11])) as (_, gateway, client):
         longest = gateway.pool.workers.limits.max_total_tokens
-        bare = (await client.post("/tokenize", json={"prompt": TEXT, "model": "smollm2"})).json()
+        bare = await post(client, "/tokenize", {"prompt": TEXT, "model": "smollm2"})
         body = {"prompt": TEXT, "return_token_strs": True, "add_special_tokens": False}
-        full = (await client.post("/tokenize", json=body)).json()
+        full = await post(client, "/tokenize", body)
         chat: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
         continued = chat | {"continue_final_message": True, "add_generation_prompt": True}
         refused = await client.post("/tokenize", json=continued)
@@ -463,7 +460,7 @@ async def test_detokenize_gives_the_text_back(broker: Broker) -> None:
     """No worker is needed; special tokens are included."""
     text = f"<|im_start|>user\n{TEXT}<|im_end|>"
     async with serving(broker.url) as (_, client):
-        tokens = (await client.post("/tokenize", json={"prompt": text})).json()
+        tokens = await post(client, "/tokenize", {"prompt": text})
         assert tokens["max_model_len"] is None
         back = await client.post("/detokenize", json={"tokens": tokens["tokens"]})
         wrong = await client.post("/detokenize", json={"tokens": [1, 10**9]})
@@ -498,13 +495,9 @@ async def test_each_choice_has_the_logits_of_its_tokens(broker: Broker) -> None:
     tokens = len(ids(" x y"))
     body = {"prompt": prompts, "n": 2, "max_tokens": tokens, "temperature": 1, **BOTH}
     async with answering(broker.url, Answer(ids(" x y"), ends=False)) as (worker, gateway, client):
-        choices = (await client.post(PATH, json=body)).json()["choices"]
-        [only] = (await client.post(PATH, json={"prompt": prompts[0], "max_tokens": 1} | CONTEXT)).json()[
-            "choices"
-        ]
-        [echo] = (
-            await client.post(PATH, json={"prompt": prompts[0], "max_tokens": 0, "echo": True} | BOTH)
-        ).json()["choices"]
+        choices = await choices_of(client, body)
+        [only] = await choices_of(client, {"prompt": prompts[0], "max_tokens": 1} | CONTEXT)
+        [echo] = await choices_of(client, {"prompt": prompts[0], "max_tokens": 0, "echo": True} | BOTH)
         await nothing_left(gateway, worker)
         assert not [key async for key in worker.redis.scan_iter(KEYS.logits("*"))]
     for i, choice in enumerate(choices):
@@ -523,10 +516,10 @@ async def test_each_choice_has_the_logits_of_its_tokens(broker: Broker) -> None:
 
 async def test_other_routes_have_them_beside_the_text(broker: Broker) -> None:
     async with answering(broker.url, Answer(ids(" x y"))) as (worker, _, client):
-        chat = (await client.post(CHAT_PATH, json=CHAT | BOTH)).json()["choices"][0]
+        chat = (await post(client, CHAT_PATH, CHAT | BOTH))["choices"][0]
         parameters = BOTH | {"max_new_tokens": 2}
-        plain = (await client.post("/generate", json={"inputs": "a b", "parameters": parameters})).json()
-        [compat] = (await client.post("/", json={"inputs": "a b", "parameters": parameters})).json()
+        plain = await post(client, "/generate", {"inputs": "a b", "parameters": parameters})
+        [compat] = await post(client, "/", {"inputs": "a b", "parameters": parameters})
     length = worker.seen[0].num_prompt
     assert positions(chat["context_logits"]) == [*range(length)]
     assert len(positions(chat["generation_logits"])) == len([*ids(" x y"), IM_END])
@@ -618,7 +611,7 @@ async def test_n_of_the_sequences_are_returned(broker: Broker) -> None:
     async with answering(broker.url, ANSWER) as (worker, _, client):
         for fields in ({"beam_width": 4}, {"use_beam_search": True, "best_of": 4}):
             body = CHAT | {"n": 2, "stop": "zzz"} | fields
-            chat = (await client.post(CHAT_PATH, json=body)).json()
+            chat = await post(client, CHAT_PATH, body)
             assert [one["message"]["content"] for one in chat["choices"]] == SHOWN[:2]
             assert chat["usage"]["completion_tokens"] == sum(len(one.ids) for one in SEQUENCES[:2])
         await client.post(CHAT_PATH, json=CHAT | {"use_beam_search": True, "n": 3})
@@ -631,7 +624,7 @@ async def test_n_of_the_sequences_are_returned(broker: Broker) -> None:
 
 async def test_a_search_of_one_sequence_is_greedy(broker: Broker) -> None:
     async with answering(broker.url, Answer(SEQUENCES[1].ids)) as (worker, _, client):
-        answer = (await client.post(PATH, json={"prompt": "Hi", "use_beam_search": True})).json()
+        answer = await post(client, PATH, {"prompt": "Hi", "use_beam_search": True})
     assert [one["text"] for one in answer["choices"]] == [TEXTS[1]]
     assert worker.seen[0].beams is None and worker.seen[0].sampling is None
 
@@ -694,10 +687,10 @@ async def test_a_search_may_find_fewer_sequences_than_were_asked_for(broker: Bro
     prompts, usage = {"prompt": ["Hi", "Oh"]} | BEAMS, {"stream_options": {"include_usage": True}}
     tgi = {"inputs": "Hi", "parameters": BEAMS | {"details": True}}
     async with answering(broker.url, Answer([], beams=SEQUENCES[:2])) as (_, _, client):
-        whole = (await client.post(PATH, json=prompts)).json()
+        whole = await post(client, PATH, prompts)
         chunks = frames(await streamed(client, PATH, prompts | usage))
         chat = frames(await streamed(client, CHAT_PATH, CHAT | BEAMS))
-        found = (await client.post("/generate", json=tgi)).json()
+        found = await post(client, "/generate", tgi)
         async with client.stream("POST", "/generate_stream", json=tgi) as response:
             events = [json.loads(data) for data in data_of(await response.aread())]
     assert [(one["index"], one["text"]) for one in whole["choices"]] == [

@@ -14,6 +14,7 @@ import torch
 
 from common.messages.request import Generate
 from deploy.launcher.embedded_broker import Broker
+from tests.support.answers import post
 from tests.support.fleet.gateways import nothing_left
 from tests.support.pooling.pooling_gateway import VectorWorker, pooling_gateway
 from tests.support.pooling.tiny_encoders import MAX_TOKENS, save_encoder, save_modules
@@ -53,7 +54,7 @@ def check(found: Any, vector: torch.Tensor) -> None:
 async def test_openai_gets_a_vector_for_each_input_in_order(served: Any) -> None:
     worker, client = served
     worker.tokenizer.no_truncation()
-    answer = (await client.post("/v1/embeddings", json={"input": TEXTS, "user": "me"})).json()
+    answer = await post(client, "/v1/embeddings", {"input": TEXTS, "user": "me"})
     assert [item["index"] for item in answer["data"]] == [0, 1, 2]
     for text, item in zip(TEXTS, answer["data"], strict=True):
         check(item["embedding"], expected(worker, text))
@@ -65,7 +66,7 @@ async def test_openai_gets_a_vector_for_each_input_in_order(served: Any) -> None
 async def test_base64_is_of_little_endian_floats_and_dimensions_are_normalised_again(served: Any) -> None:
     worker, client = served
     body = {"input": TEXTS[0], "encoding_format": "base64", "dimensions": 5}
-    [item] = (await client.post("/v1/embeddings", json=body)).json()["data"]
+    [item] = (await post(client, "/v1/embeddings", body))["data"]
     found = struct.unpack("<5f", base64.b64decode(item["embedding"]))
     whole = expected(worker, TEXTS[0], normalized=False)
     check(found, torch.nn.functional.normalize(whole[:5], dim=0))
@@ -74,8 +75,8 @@ async def test_base64_is_of_little_endian_floats_and_dimensions_are_normalised_a
 async def test_token_ids_are_taken_as_they_are(served: Any) -> None:
     worker, client = served
     ids = [worker.tokenizer.encode(text).ids for text in TEXTS]
-    several = (await client.post("/v1/embeddings", json={"input": ids})).json()["data"]
-    one = (await client.post("/v1/embeddings", json={"input": ids[1]})).json()["data"]
+    several = (await post(client, "/v1/embeddings", {"input": ids}))["data"]
+    one = (await post(client, "/v1/embeddings", {"input": ids[1]}))["data"]
     assert [item["embedding"] for item in one] == [several[1]["embedding"]]
     check(several[2]["embedding"], expected(worker, TEXTS[2]))
 
@@ -83,7 +84,7 @@ async def test_token_ids_are_taken_as_they_are(served: Any) -> None:
 async def test_a_vector_is_not_normalised_where_asked(served: Any) -> None:
     worker, client = served
     body = {"input": TEXTS[0], "normalize": False}
-    [item] = (await client.post("/v1/embeddings", json=body)).json()["data"]
+    [item] = (await post(client, "/v1/embeddings", body))["data"]
     check(item["embedding"], expected(worker, TEXTS[0], normalized=False))
 
 
@@ -93,11 +94,9 @@ async def test_scores_of_an_embedding_model_are_cosines(served: Any) -> None:
     source = expected(worker, query)
     cosines = [float(expected(worker, text) @ source) for text in documents]
     body = {"text_1": query, "text_2": documents}
-    scores = (await client.post("/v1/score", json=body)).json()["data"]
+    scores = (await post(client, "/v1/score", body))["data"]
     check([item["score"] for item in scores], torch.tensor(cosines))
-    answer = (
-        await client.post("/v1/rerank", json={"query": query, "documents": documents, "top_n": 1})
-    ).json()
+    answer = await post(client, "/v1/rerank", {"query": query, "documents": documents, "top_n": 1})
     best = max(range(2), key=cosines.__getitem__)
     [result] = answer["results"]
     assert (result["index"], result["document"]) == (best, {"text": documents[best]})
@@ -209,12 +208,12 @@ async def test_a_reranker_scores_each_pair(broker: Broker, reranker: tuple[Path,
             "top_n": 2,
         }
         for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
-            answer = (await client.post(path, json=cohere)).json()
+            answer = await post(client, path, cohere)
             assert [item["index"] for item in answer["results"]] == order[:2]
             check_rerank([item["relevance_score"] for item in answer["results"]], raw.sigmoid()[order[:2]])
             assert answer["results"][0]["document"] == {"text": DOCUMENTS[order[0]]}
         pairs = {"text_1": [QUERY] * 3, "text_2": DOCUMENTS}
-        scores = (await client.post("/v1/score", json=pairs)).json()["data"]
+        scores = (await post(client, "/v1/score", pairs))["data"]
         check_rerank([item["score"] for item in scores], raw.sigmoid())
         refused = await client.post("/v1/embeddings", json={"input": "hi"})
         assert "`tiny` is a reranker, and /v1/embeddings needs an embedding model" in refused.text

@@ -19,7 +19,7 @@ from common.messages.records import pack_floats, pack_ids, unpack_floats, unpack
 from common.messages.request import Generate, SamplingParams, StoppingParams
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_chat import BECOME, OTHERS, SAMPLED
-from tests.support.answers import CHAT, data_of, frames, logprobs, streamed
+from tests.support.answers import CHAT, data_of, frames, logprobs, post, streamed
 from tests.support.fleet.batchers import batching
 from tests.support.fleet.gateways import answering, nothing_left, ready, serving
 from tests.support.fleet.scripted_worker import EOS, Answer, working
@@ -50,7 +50,7 @@ async def test_top_tokens_are_in_frames_and_details(broker: Broker) -> None:
     """In a stream they are in each frame, otherwise in the details."""
     body = {"inputs": "Hi", "parameters": {"details": True, "top_n_tokens": 2, "do_sample": True, "seed": 7}}
     async with answering(broker.url, Answer(ids("one two"))) as (_, _, client):
-        whole = (await client.post("/generate", json=body)).json()
+        whole = await post(client, "/generate", body)
         shown = tgi_frames((await client.post("/generate_stream", json=body)).content)
     tokens = [described(token_id, -0.1 - i / 7) for i, token_id in enumerate([*ids("one two"), EOS])]
     tops = [[token, described(token["id"] + 1, token["logprob"] - 1)] for token in tokens]
@@ -75,9 +75,7 @@ async def test_decoder_input_details_are_in_the_answer(broker: Broker) -> None:
     async with answering(broker.url, Answer(ids(" x"))) as (worker, _, client):
 
         async def generate(inputs: str, path: str = "/generate", **parameters: Any) -> Any:
-            return (
-                await client.post(path, json={"inputs": inputs, "parameters": common | parameters})
-            ).json()
+            return await post(client, path, {"inputs": inputs, "parameters": common | parameters})
 
         answer = await generate("one two three")
         assert answer["details"]["prefill"] == prefill and len(answer["details"]["tokens"]) == 2
@@ -142,7 +140,7 @@ async def test_post_to_the_root_returns_an_array_or_a_stream(broker: Broker) -> 
     async with answering(broker.url, Answer(ids(" one"))) as (_, _, client):
 
         async def text(**fields: Any) -> Any:
-            return (await client.post("/", json={"inputs": "Hi"} | fields)).json()
+            return await post(client, "/", {"inputs": "Hi"} | fields)
 
         assert await text() == [{"generated_text": "Hi one"}]
         assert await text(stream=None, parameters={"return_full_text": None}) == [
@@ -165,7 +163,7 @@ async def test_a_stop_id_ends_an_answer_and_is_part_of_it(broker: Broker) -> Non
     two = ids(" two")[0]
     body = {"inputs": "Hi", "parameters": {"stop_token_ids": [two], "details": True}}
     async with answering(broker.url, Answer(ids("one two three"))) as (_, _, client):
-        whole = (await client.post("/generate", json=body)).json()
+        whole = await post(client, "/generate", body)
         last = tgi_frames((await client.post("/generate_stream", json=body)).content)[-1]
     assert (whole["generated_text"], whole["details"]["finish_reason"]) == ("one two", "stop_sequence")
     assert (last["generated_text"], last["details"]["finish_reason"], last["token"]["id"]) == (
@@ -182,13 +180,20 @@ def tgi_frames(content: bytes) -> list[dict[str, Any]]:
 async def test_a_stream_has_exactly_tgis_bytes(broker: Broker) -> None:
     answer, body = Answer(ids(" é🙂")), {"inputs": "Hi", "parameters": {"max_new_tokens": 9, "details": True}}
     expected_ids = [*answer.ids, IM_END]
-    async with answering(broker.url, answer) as (worker, _, client):
-        content = (await client.post("/generate_stream", json=body)).content
+    async with answering(broker.url, answer, compute_type="cpu") as (worker, _, client):
+        response = await client.post("/generate_stream", json=body)
     assert worker.seen[0].stopping.max_new_tokens == 9
+    assert response.headers.items() >= {
+        ("content-type", "text/event-stream"),
+        ("cache-control", "no-cache"),
+        ("x-accel-buffering", "no"),
+        ("x-compute-type", "cpu"),
+        ("x-compute-characters", "2"),
+    }
     whole = [
         {"id": token_id, "text": text, "logprob": logprob, "special": token_id == IM_END}
         for token_id, text, logprob in zip(
-            expected_ids, pieces(expected_ids), logprobs(len(expected_ids)), strict=True
+            expected_ids, (" é", "", "🙂", "<|im_end|>"), logprobs(len(expected_ids)), strict=True
         )
     ]
     details = {
@@ -205,32 +210,7 @@ async def test_a_stream_has_exactly_tgis_bytes(broker: Broker) -> None:
     expected = "".join(
         f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n" for body in bodies
     )
-    assert content == expected.encode()
-
-
-def pieces(token_ids: list[int]) -> list[str]:
-    """The texts, by hand: every character appears whole, with its last byte."""
-    shown, found = "", []
-    for i in range(1, len(token_ids) + 1):
-        text = TOKENIZER.decode(token_ids[:i], skip_special_tokens=False)
-        found.append("" if text.endswith("\ufffd") else text[len(shown) :])
-        shown = shown + found[-1]
-    return found
-
-
-async def test_a_stream_has_tgis_headers(broker: Broker) -> None:
-    async with (
-        answering(broker.url, Answer(ids("a b")), compute_type="cpu") as (_, _, client),
-        client.stream("POST", "/generate_stream", json={"inputs": "Hé"}) as response,
-    ):
-        assert response.headers["content-type"] == "text/event-stream"
-        assert response.headers["cache-control"] == "no-cache"
-        assert response.headers["x-accel-buffering"] == "no"
-        assert response.headers["x-compute-type"] == "cpu"
-        assert response.headers["x-compute-characters"] == "2"
-        last = tgi_frames(await response.aread())[-1]
-    assert last["details"] is None
-    assert last["generated_text"] == "a b"
+    assert response.content == expected.encode()
 
 
 async def test_generate_returns_the_whole_answer(broker: Broker) -> None:
@@ -281,7 +261,7 @@ async def test_each_body_is_answered_as_by_its_route(broker: Broker) -> None:
     async with answering(broker.url, Answer(ids("one two"))) as (worker, gateway, client):
 
         async def answer(path: str, body: dict[str, Any]) -> Any:
-            found = (await client.post(path, json=body)).json()
+            found = await post(client, path, body)
             return found if isinstance(found, list) else found["choices"]
 
         for path, body in bodies.items():
@@ -439,20 +419,14 @@ async def test_requests_share_blocks_with_those_of_their_salt_only(broker: Broke
     assert refused.status_code == 422 and "cache_salt`" in refused.json()["error"]
 
 
-async def post_tokenize(client: httpx.AsyncClient, path: str, body: Any) -> Any:
-    response = await client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
 async def test_offsets_are_bytes_of_the_text(broker: Broker) -> None:
     """No worker is needed. Special tokens stand for themselves; a character of several tokens is in each of
     them.
     """
     text = "Hé 🙂🙃 wörld<|im_end|> 👩‍👩‍👧 漢字\n\n" + "long é " * 1000
     async with serving(broker.url) as (_, client):
-        tokens = await post_tokenize(client, "/tokenize", {"inputs": text, "parameters": {"truncate": 1}})
-        assert await post_tokenize(client, "/tokenize", {"inputs": "", "parameters": None}) == []
+        tokens = await post(client, "/tokenize", {"inputs": text, "parameters": {"truncate": 1}})
+        assert await post(client, "/tokenize", {"inputs": "", "parameters": None}) == []
     assert [token["id"] for token in tokens] == TOKENIZER.encode(text).ids
     content = text.encode()
     assert all(content[token["start"] : token["stop"]].decode() == token["text"] for token in tokens)
@@ -593,7 +567,7 @@ async def test_the_texts_of_a_stream_add_up_to_the_whole(broker: Broker) -> None
     words = Answer([*ids(" a bé"), EOS, *ids(" stop here")])
     body = {"text_input": "one", "parameters": {"ignore_eos": True, "stop": ["op h"], "details": True}}
     async with answering(broker.url, words, **OWN) as (_, _, client):
-        whole = (await client.post(f"{MODEL}/generate", json=body)).json()
+        whole = await post(client, f"{MODEL}/generate", body)
         plain = body | {"parameters": {"ignore_eos": True, "stop": ["op h"], "stream": True}}
         streams = [await client.post(f"{MODEL}/generate_stream", json=one) for one in (body, plain)]
     detailed, short = ([json.loads(data) for data in data_of(one.content)] for one in streams)

@@ -22,7 +22,7 @@ from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_batches import chat_line, jsonl, openai_client
 from tests.integration.api.test_chat import CALLS, HERMES
 from tests.integration.api.test_responses import TOOLS
-from tests.support.answers import BODY, PATH
+from tests.support.answers import BODY, PATH, post
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.jobs import CHAT, KEYS, Service, answer, running_gateway
@@ -41,7 +41,7 @@ def allowing(receiver: Receiver, **settings: Any) -> dict[str, Any]:
 async def test_a_background_response_tells_its_end_to_the_openai_package(broker: Broker) -> None:
     async with receiving() as receiver, answering(broker.url, ANSWER, **allowing(receiver)) as (_, _, client):
         body = BODY | {"background": True, "webhook": receiver.hook()}
-        queued = (await client.post(PATH, json=body)).raise_for_status().json()
+        queued = await post(client, PATH, body)
         await wait_until(lambda: receiver.deliveries)
         [delivery] = receiver.deliveries
         unwrapped: Any = openai.OpenAI(api_key="x", webhook_secret=SECRET).webhooks.unwrap(
@@ -51,25 +51,6 @@ async def test_a_background_response_tells_its_end_to_the_openai_package(broker:
         assert unwrapped.id == delivery.id
         Webhook(SECRET).verify(delivery.body, delivery.headers)
         assert "secret" not in queued and SECRET not in str(queued)
-
-
-async def test_a_batch_tells_its_end(broker: Broker, tmp_path: Path) -> None:
-    async with (
-        receiving() as receiver,
-        answering(broker.url, ANSWER, files_dir=str(tmp_path), **allowing(receiver)) as (_, _, http),
-    ):
-        client = openai_client(http)
-        good = await client.files.create(file=("in.jsonl", jsonl([chat_line(0)])), purpose="batch")
-        bad = await client.files.create(file=("in.jsonl", b"{no\n"), purpose="batch")
-        for file in (good, bad):
-            await client.batches.create(
-                input_file_id=file.id,
-                endpoint="/v1/chat/completions",
-                completion_window="24h",
-                extra_body={"webhook": receiver.hook()},
-            )
-        await wait_until(lambda: len(receiver.deliveries) == 2)
-        assert sorted(receiver.types) == ["batch.completed", "batch.failed"]
 
 
 PROMPT: dict[str, Any] = {"inputs": "Say it", "parameters": {"max_new_tokens": 2}}
@@ -221,7 +202,7 @@ async def test_a_response_is_told_as_it_says_of_itself(broker: Broker) -> None:
         answering(broker.url, Answer(ids(cut)), **HERMES, **allowing(receiver)) as (_, _, client),
     ):
         body = BODY | {"tools": TOOLS, "webhook": receiver.hook()}
-        response = (await client.post(PATH, json=body)).raise_for_status().json()
+        response = await post(client, PATH, body)
         assert response["status"] == "incomplete"
         event = await failed_event(client)
         assert (event["type"], event["object_id"]) == ("response.incomplete", response["id"])
@@ -301,13 +282,15 @@ async def test_all_that_a_key_asks_for_is_told(broker: Broker, redis: Redis, tmp
             )
             client.headers.update(bearer(told))
             files = openai_client(client).with_options(api_key=told.text)
-            file = await files.files.create(file=("in.jsonl", jsonl([chat_line(0)])), purpose="batch")
-            batch = await files.batches.create(
-                input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
-            )
+            asked: Any = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
+            good = await files.files.create(file=("in.jsonl", jsonl([chat_line(0)])), purpose="batch")
+            batch = await files.batches.create(**asked, input_file_id=good.id)
+            bad = await files.files.create(file=("in.jsonl", b"{no\n"), purpose="batch")
+            asked["extra_body"] = {"webhook": named.hook()}
+            faulty = await files.batches.create(**asked, input_file_id=bad.id)
             own = await client.post("/generate", json=PROMPT | {"webhook": named.hook()})
             await client.post("/generate", json=PROMPT, headers=bearer(quiet))
-            await wait_until(lambda: len(receiver.deliveries) >= 4 and named.deliveries)
+            await wait_until(lambda: len(receiver.deliveries) >= 4 and len(named.deliveries) >= 2)
             listed = (await client.get("/admin/keys", headers=bearer(admin))).json()["keys"]
         assert told_by(receiver) == {
             chat.headers["x-request-id"]: "request.completed",
@@ -315,7 +298,7 @@ async def test_all_that_a_key_asks_for_is_told(broker: Broker, redis: Redis, tmp
             "mine": "job.completed",
             batch.id: "batch.completed",
         }
-        assert told_by(named) == {own.headers["x-request-id"]: "request.completed"}
+        assert told_by(named) == {own.headers["x-request-id"]: "request.completed", faulty.id: "batch.failed"}
         assert len(receiver.deliveries) == 4, "a line of a batch is no event"
         Webhook(SECRET).verify(receiver.deliveries[0].body, receiver.deliveries[0].headers)
         assert sorted(key["webhook"] for key in listed) == ["", "", receiver.url] and SECRET not in str(

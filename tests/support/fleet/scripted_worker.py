@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from redis.asyncio import Redis
 from tokenizers import Tokenizer
 
 from batcher import batcher_scripts
@@ -21,7 +20,7 @@ from common.broker.lua import run_script
 from common.broker.pool_client import PoolClient
 from common.messages.codec import decode, encode
 from common.messages.plan import NewRow, Plan, WorkerCapacity
-from common.messages.records import BeamSequence, pack_floats, pack_ids, pack_sequences
+from common.messages.records import BeamSequence, pack_floats, pack_ids, pack_sequences, unpack_ids
 from common.messages.request import Cancel, Generate
 from common.settings.settings import Settings
 from gpu_worker import worker_scripts
@@ -184,7 +183,7 @@ class FakeWorker:
         step_s: float = 0.0,
         pool: str = "default",
     ) -> None:
-        self.redis: Redis = connect(url)
+        self.url, self.redis = url, connect(url)
         self.keys, self.tokenizer, self.answer, self.step_s = Keys(pool), tokenizer, answer, step_s
         self.incarnation = f"w0-{secrets.token_hex(4)}"
         self.engine = AnsweringEngine(self)
@@ -202,6 +201,13 @@ class FakeWorker:
         self.going.set()
         self.steps = self.num_blocks = 0
         self.last_entry, self.last_control = b"0", b"0"
+
+    @property
+    def prompts(self) -> list[str]:
+        """Of all requests so far, with special tokens."""
+        return [
+            self.tokenizer.decode(unpack_ids(one.prompt_ids), skip_special_tokens=False) for one in self.seen
+        ]
 
     def capacity(self) -> WorkerCapacity:
         return WorkerCapacity(

@@ -141,10 +141,7 @@ def test_the_tightest_quota_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cores: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert machine.num_cores(tmp_path) == cores
+    assert machine.num_cores(write(tmp_path, files)) == cores
 
 
 # --- machine gpu --------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ async def client(broker: Broker) -> AsyncIterator[ArqRedis]:
         yield pool
 
 
-async def test_arq_clients_get_their_answers(client: ArqRedis, worker: FakeWorker, broker: Broker) -> None:
+async def test_arq_clients_get_their_answers(client: ArqRedis, worker: FakeWorker) -> None:
     generate_job = await enqueue(client, "generate", "Count.", {"details": True}, _job_id="g")
     chat_job = await enqueue(client, "chat", CHAT["messages"], max_tokens=50)
     generated, chat = await result(generate_job), await result(chat_job)
@@ -83,9 +83,7 @@ INVALID: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
-async def test_an_invalid_arq_job_fails_with_the_http_error(
-    client: ArqRedis, worker: FakeWorker, broker: Broker
-) -> None:
+async def test_an_invalid_arq_job_fails_with_the_http_error(client: ArqRedis, worker: FakeWorker) -> None:
     for args, kwargs, words in INVALID:
         with pytest.raises(SerializationError, match=words):
             await result(await enqueue(client, *args, **kwargs))
@@ -160,9 +158,7 @@ async def test_an_aborted_job_is_cancelled(client: ArqRedis, broker: Broker) -> 
         assert "cancelled" in json.loads(await wait_until(lambda: client.get(KEYS.result("a"))))["error"]
 
 
-async def test_an_abort_of_no_job_ends_no_later_one(
-    client: ArqRedis, worker: FakeWorker, broker: Broker
-) -> None:
+async def test_an_abort_of_no_job_ends_no_later_one(client: ArqRedis, worker: FakeWorker) -> None:
     assert not await Job("a", client, QUEUE, msgpack.unpackb).abort(poll_delay=0.01)
     job = await enqueue(client, "generate", "Count.", _job_id="a")
     await client.zadd("arq:abort", {"never": 1})
@@ -204,7 +200,7 @@ async def test_a_job_whose_claim_expired_while_its_gateway_was_stopped_runs_once
     assert (await result(job))["generated_text"] == TEXT
 
 
-async def test_many_jobs_wait_concurrently(client: ArqRedis, worker: FakeWorker, broker: Broker) -> None:
+async def test_many_jobs_wait_concurrently(client: ArqRedis, worker: FakeWorker) -> None:
     """There are more of them than arq's default of ten."""
     await worker.pause()
     jobs = [await enqueue(client, "generate", "Count.") for _ in range(40)]

@@ -28,7 +28,7 @@ from common.messages.request import Generate
 from common.settings.settings import Settings
 from deploy.cli.command_line import run as run_command
 from deploy.launcher.embedded_broker import Broker
-from tests.support.answers import ANSWER, CHAT_PATH, SEQUENCES, TEXTS, first_part, positions, scores
+from tests.support.answers import CHAT_PATH, first_part, positions, post
 from tests.support.fleet.gateways import SETTINGS, answering
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.jobs import CHAT, IDS, KEYS, TEXT, Service, answer, killed_gateway, running_gateway
@@ -51,9 +51,9 @@ async def worker(broker: Broker) -> AsyncIterator[FakeWorker]:
         yield fake
 
 
-async def test_a_job_gets_the_answer_of_http(service: Service, worker: FakeWorker, broker: Broker) -> None:
+async def test_a_job_gets_the_answer_of_http(service: Service, worker: FakeWorker) -> None:
     received = await service.listen("ext:me")
-    async with running_gateway(broker.url):
+    async with running_gateway(worker.url):
         job_id = await service.submit(
             inputs="Count.", parameters={"details": True}, reply_to="ext:me", reply="stream"
         )
@@ -72,24 +72,9 @@ async def test_a_job_gets_the_answer_of_http(service: Service, worker: FakeWorke
     assert all(3500 < ttl <= 3600 for ttl in hour)
 
 
-async def test_an_invalid_job_is_answered_with_its_error(service: Service, broker: Broker) -> None:
-    received = await service.listen("ext:me")
-    async with (
-        working(broker.url, TOKENIZER, lambda _: Answer(IDS[:3], error="forward")),
-        running_gateway(broker.url),
-    ):
-        await service.submit(id="a", inputs="Count.", reply_to="ext:me")
-        result = await service.result("a")
-        await wait_until(lambda: len(received) == 4)
-    text = "Request failed during generation: the model's forward failed for this request"
-    assert result == received[-1] == {"error": text, "error_type": "generation"}
-
-
-async def test_jobs_beyond_submit_limit_are_rejected(
-    service: Service, worker: FakeWorker, broker: Broker
-) -> None:
+async def test_jobs_beyond_submit_limit_are_rejected(service: Service, worker: FakeWorker) -> None:
     await worker.pause()
-    async with running_gateway(broker.url, submit_limit=3):
+    async with running_gateway(worker.url, submit_limit=3):
         for i in range(5):
             await service.submit(id=f"j{i}", inputs="Count.")
         errors = [await service.result(f"j{i}") for i in (3, 4)]
@@ -123,9 +108,9 @@ async def test_a_job_is_cancelled_before_or_while_it_runs(service: Service, brok
 
 
 async def test_a_job_is_of_the_class_batch_unless_it_says_otherwise(
-    service: Service, worker: FakeWorker, broker: Broker
+    service: Service, worker: FakeWorker
 ) -> None:
-    async with running_gateway(broker.url):
+    async with running_gateway(worker.url):
         for i, terms in enumerate(({}, {"priority": "interactive", "tenant": "acme", "deadline_ms": 60_000})):
             await service.submit(id=f"j{i}", inputs="Count.", **terms)
             await service.result(f"j{i}")
@@ -143,9 +128,9 @@ async def test_a_job_is_of_the_class_batch_unless_it_says_otherwise(
 
 
 async def test_a_job_that_waits_beyond_its_deadline_never_starts(
-    service: Service, worker: FakeWorker, broker: Broker
+    service: Service, worker: FakeWorker
 ) -> None:
-    async with running_gateway(broker.url, max_concurrent_requests=1):
+    async with running_gateway(worker.url, max_concurrent_requests=1):
         await worker.pause()
         await service.submit(id="first", inputs="Count.")
         await wait_until(lambda: worker.redis.xlen(worker.keys.requests))
@@ -155,21 +140,6 @@ async def test_a_job_that_waits_beyond_its_deadline_never_starts(
         worker.going.set()
         assert await service.result("first") == {"generated_text": TEXT}
     assert len(worker.seen) == 1
-
-
-GENERATE = {"inputs": "Hi", "parameters": {"beam_width": 4, "stop": ["zzz"], "details": True}}
-
-
-async def test_a_job_has_a_frame_for_each_sequence(service: Service, broker: Broker) -> None:
-    async with working(broker.url, TOKENIZER, lambda _: ANSWER), running_gateway(broker.url):
-        await service.submit(id="a", **GENERATE, reply="stream")
-        found = await service.result("a")
-        frames = await service.stream("a")
-    details = found["details"]
-    assert [one["generated_text"] for one in (found, *details["best_of_sequences"])] == [*TEXTS]
-    assert details.items() >= scores(0).items()
-    assert [frame["generated_text"] for frame in frames] == [*TEXTS]
-    assert [frame["details"]["beam_score"] for frame in frames] == [one.score for one in SEQUENCES]
 
 
 GENERATION = {"return_generation_logits": True}
@@ -184,7 +154,7 @@ async def test_a_job_has_logits_in_its_answer_only(service: Service, broker: Bro
         ):
             job_id = await service.submit(**job)
             result = first_part(await service.result(job_id))
-            assert result == first_part((await client.post(path, json=body)).json())
+            assert result == first_part(await post(client, path, body))
             assert positions(result["context_logits"])
             assert 0 < await redis.pttl(KEYS.logits(f"{job_id}#0")) <= 60_000
             refused = await service.result(await service.submit(**job, reply="stream"))
@@ -240,10 +210,8 @@ GARBAGE: list[tuple[str, dict[Any, Any], str]] = [  # name, fields, what the err
 ]
 
 
-async def test_malformed_entries_are_answered_with_errors(
-    service: Service, worker: FakeWorker, broker: Broker
-) -> None:
-    async with running_gateway(broker.url, payload_limit=2000):
+async def test_malformed_entries_are_answered_with_errors(service: Service, worker: FakeWorker) -> None:
+    async with running_gateway(worker.url, payload_limit=2000):
         entries = [
             (name, (await service.redis.xadd(KEYS.submit, fields)).decode(), words)
             for name, fields, words in GARBAGE
@@ -257,10 +225,10 @@ async def test_malformed_entries_are_answered_with_errors(
 
 
 async def test_the_same_job_joins_and_another_with_its_id_conflicts(
-    service: Service, worker: FakeWorker, broker: Broker
+    service: Service, worker: FakeWorker
 ) -> None:
     first, second, third = [await service.listen(f"ext:{i}") for i in range(3)]
-    async with running_gateway(broker.url, "g0") as gateway, running_gateway(broker.url, "g1") as other:
+    async with running_gateway(worker.url, "g0") as gateway, running_gateway(worker.url, "g1") as other:
         await worker.pause()
         for i in range(2):
             await service.submit(id="a", inputs="Count.", reply_to=f"ext:{i}")
@@ -291,14 +259,14 @@ async def test_the_same_job_joins_and_another_with_its_id_conflicts(
 
 @pytest.mark.parametrize("loses_entries", [False, True])
 async def test_another_gateway_continues_the_jobs_of_a_dead_one(
-    service: Service, worker: FakeWorker, broker: Broker, loses_entries: bool
+    service: Service, worker: FakeWorker, loses_entries: bool
 ) -> None:
     """Each frame comes once, on the channel and in the stream, with the text of one generation. Entries that
     the broker has lost, the first gateway has submitted again.
     """
     received = await service.listen("ext:me")
     worker.step_s, worker.most_tokens = 0.01, 5  # no job ends before its gateway
-    async with killed_gateway(broker.url):
+    async with killed_gateway(worker.url):
         await service.submit(id="a", inputs="Count.", reply_to="ext:me", reply="stream")
         usage = {"stream_options": {"include_usage": True}}
         await service.submit(id="c", **CHAT, parameters={"n": 2} | usage, reply="stream")
@@ -306,7 +274,7 @@ async def test_another_gateway_continues_the_jobs_of_a_dead_one(
         if loses_entries:
             await service.redis.delete(KEYS.submit)
             await wait_for(lambda: service.redis.xlen(KEYS.submit), 2)
-    async with running_gateway(broker.url, "g1", worker_ttl_s=0.3) as other:
+    async with running_gateway(worker.url, "g1", worker_ttl_s=0.3) as other:
         await wait_until(lambda: other.pool.relay.followed == {KEYS.events("g0"): 3})
         worker.most_tokens = sys.maxsize
         assert await service.result("a") == {"generated_text": TEXT}
@@ -332,7 +300,7 @@ async def test_another_gateway_continues_the_jobs_of_a_dead_one(
 
 
 async def test_a_job_that_ended_two_gateways_is_failed_by_name(
-    service: Service, worker: FakeWorker, broker: Broker, monkeypatch: pytest.MonkeyPatch
+    service: Service, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gateways that stop in order while they validate it do not count."""
     validating, ask = asyncio.Event(), Context.ask
@@ -349,35 +317,33 @@ async def test_a_job_that_ended_two_gateways_is_failed_by_name(
     monkeypatch.setattr(Context, "ask", ask_or_hang)
     await service.submit(id="slow", inputs="Count.")
     for i in range(3):
-        async with running_gateway(broker.url, f"g{i}", worker_ttl_s=0.3):
+        async with running_gateway(worker.url, f"g{i}", worker_ttl_s=0.3):
             await validating.wait()
             validating.clear()
     await service.submit(id="waits", inputs="Count.")
-    async with killed_gateway(broker.url, "k0"):
+    async with killed_gateway(worker.url, "k0"):
         await validating.wait()
-    async with running_gateway(broker.url, "last", worker_ttl_s=0.3):
+    async with running_gateway(worker.url, "last", worker_ttl_s=0.3):
         assert await service.result("slow") == await service.result("waits") == {"generated_text": TEXT}
     await service.submit(id="fatal", inputs="Count.")
     for i in range(2):
         with monkeypatch.context() as patch:
-            async with killed_gateway(broker.url, f"f{i}"):
+            async with killed_gateway(worker.url, f"f{i}"):
                 validating.clear()
                 await validating.wait()
                 if i == 1:
                     await service.submit(id="waits-too", inputs="Count.")
                 patch.setattr(Redis, "hdel", send_nothing)
-    async with running_gateway(broker.url, "last", worker_ttl_s=0.3):
+    async with running_gateway(worker.url, "last", worker_ttl_s=0.3):
         assert "2 gateways ended while they validated" in (await service.result("fatal"))["error"]
         assert await service.result("waits-too") == {"generated_text": TEXT}
 
 
-async def test_cut_connections_lose_and_repeat_no_frame(
-    service: Service, worker: FakeWorker, broker: Broker
-) -> None:
+async def test_cut_connections_lose_and_repeat_no_frame(service: Service, worker: FakeWorker) -> None:
     """Connections are cut while jobs are read, admitted, streamed and answered."""
     received = await service.listen("ext:me")
     worker.step_s = 0.02
-    async with running_gateway(f"{broker.url}?client_name=gateway") as gateway:
+    async with running_gateway(f"{worker.url}?client_name=gateway") as gateway:
         for i in range(12):
             await service.submit(
                 id=f"j{i}", inputs="Count.", reply="stream", **({"reply_to": "ext:me"} if i == 0 else {})
@@ -395,19 +361,17 @@ async def test_cut_connections_lose_and_repeat_no_frame(
     assert len(worker.seen) == 12
 
 
-async def test_two_gateways_with_one_job_send_each_frame_once(
-    service: Service, worker: FakeWorker, broker: Broker
-) -> None:
+async def test_two_gateways_with_one_job_send_each_frame_once(service: Service, worker: FakeWorker) -> None:
     """One of them sends no heartbeats any more, but still works."""
     received = await service.listen("ext:me")
     worker.step_s, worker.most_tokens = 0.01, 5  # the job does not end before both have it
-    silent = Gateway(Settings(redis_url=broker.url, **SETTINGS, worker_ttl_s=0.3), "g0", model_tokenizer())
+    silent = Gateway(Settings(redis_url=worker.url, **SETTINGS, worker_ttl_s=0.3), "g0", model_tokenizer())
     async with in_background(silent.pool.relay.run(), silent.job_consumer.run()):
         await silent.pool.workers.refresh()
         await silent.keys.refresh()
         await service.submit(id="a", inputs="Count.", reply_to="ext:me", reply="stream")
         await wait_until(lambda: received)
-        async with running_gateway(broker.url, "g1", worker_ttl_s=0.3) as other:
+        async with running_gateway(worker.url, "g1", worker_ttl_s=0.3) as other:
             await wait_until(lambda: "a" in other.job_consumer.runs and "a" in silent.job_consumer.runs)
             worker.most_tokens = sys.maxsize
             assert await service.result("a") == {"generated_text": TEXT}
@@ -418,11 +382,11 @@ async def test_two_gateways_with_one_job_send_each_frame_once(
     await silent.pool.client.redis.aclose()
 
 
-async def test_lost_frames_are_offered_again(service: Service, worker: FakeWorker, broker: Broker) -> None:
+async def test_lost_frames_are_offered_again(service: Service, worker: FakeWorker) -> None:
     """The stream of frames is whole, and the channel hears none twice."""
     received = await service.listen("ext:me")
     worker.step_s, worker.most_tokens = 0.01, 6  # the job does not end before it is disturbed
-    async with running_gateway(broker.url):
+    async with running_gateway(worker.url):
         await service.submit(id="a", inputs="Count.", reply_to="ext:me", reply="stream")
         await wait_until(lambda: len(received) == 6)
         await worker.pause()
@@ -445,10 +409,10 @@ async def test_lost_frames_are_offered_again(service: Service, worker: FakeWorke
 
 
 async def test_a_job_that_another_gateway_has_answered_is_not_submitted_again(
-    service: Service, worker: FakeWorker, broker: Broker
+    service: Service, worker: FakeWorker
 ) -> None:
     """A gateway that was stopped until its entries were claimed finds them gone."""
-    async with running_gateway(broker.url):
+    async with running_gateway(worker.url):
         job_id = await service.submit(inputs="Count.")
         await service.result(job_id)
         await service.settled()
@@ -474,15 +438,13 @@ async def test_a_job_that_is_submitted_again_keeps_its_content_and_its_time(
     assert (job.id, job.digest, job.in_stream, job.entry_ms) == ("5000-0", lost.digest, True, 5000)
 
 
-async def test_a_lost_job_of_arq_is_submitted_again(
-    service: Service, worker: FakeWorker, broker: Broker
-) -> None:
-    redis = connect(broker.url)
-    client = ArqWorker(PoolClient(redis, KEYS), Settings(redis_url=broker.url))
+async def test_a_lost_job_of_arq_is_submitted_again(service: Service, worker: FakeWorker) -> None:
+    redis = connect(worker.url)
+    client = ArqWorker(PoolClient(redis, KEYS), Settings(redis_url=worker.url))
     answer = asyncio.create_task(client.run_in_fleet("a", {"inputs": "Count."}))
     await wait_for(lambda: redis.xlen(KEYS.submit), 1)
     await redis.delete(KEYS.submit)
-    async with running_gateway(broker.url):
+    async with running_gateway(worker.url):
         assert await asyncio.wait_for(answer, PATIENCE_S) == {"generated_text": TEXT}
         await service.settled()
     await redis.aclose()
@@ -497,13 +459,11 @@ async def is_scheduled(service: Service, job_id: str) -> bool:
     return await service.redis.zscore(KEYS.job_set(SCHEDULED), job_id) is not None
 
 
-async def test_a_job_waits_for_its_time_and_is_run_once(
-    service: Service, worker: FakeWorker, broker: Broker
-) -> None:
+async def test_a_job_waits_for_its_time_and_is_run_once(service: Service, worker: FakeWorker) -> None:
     received = await service.listen("ext:me")
     due_s = time.time() + 0.5
     job = {"id": "a", "inputs": "Count.", "not_before": due_s, "deadline_ms": 900_000}
-    async with running_gateway(broker.url, heartbeat_s=HEARTBEAT_S):
+    async with running_gateway(worker.url, heartbeat_s=HEARTBEAT_S):
         await service.submit(**job)
         await service.submit(**job, reply_to="ext:me")
         assert await service.result("a") == {"generated_text": TEXT}
@@ -514,11 +474,9 @@ async def test_a_job_waits_for_its_time_and_is_run_once(
     assert not await is_scheduled(service, "a")
 
 
-async def test_a_scheduled_job_outlives_its_gateway(
-    service: Service, worker: FakeWorker, broker: Broker
-) -> None:
+async def test_a_scheduled_job_outlives_its_gateway(service: Service, worker: FakeWorker) -> None:
     due_s = time.time() + 1.0
-    async with killed_gateway(broker.url):
+    async with killed_gateway(worker.url):
         await service.submit(
             id="a", inputs="Count.", not_before=datetime.fromtimestamp(due_s, UTC).isoformat()
         )
@@ -528,8 +486,8 @@ async def test_a_scheduled_job_outlives_its_gateway(
 
         await wait_until(is_taken)
     async with (
-        running_gateway(broker.url, "g1", heartbeat_s=HEARTBEAT_S),
-        running_gateway(broker.url, "g2", heartbeat_s=HEARTBEAT_S),
+        running_gateway(worker.url, "g1", heartbeat_s=HEARTBEAT_S),
+        running_gateway(worker.url, "g2", heartbeat_s=HEARTBEAT_S),
     ):
         assert await service.result("a") == {"generated_text": TEXT}
         await service.settled()
@@ -537,11 +495,11 @@ async def test_a_scheduled_job_outlives_its_gateway(
 
 
 async def test_a_cancelled_scheduled_job_ends_at_once_wherever_its_answer_goes(
-    service: Service, worker: FakeWorker, broker: Broker
+    service: Service, worker: FakeWorker
 ) -> None:
     received = await service.listen("ext:me")
     job = {"id": "a", "inputs": "Count.", "not_before": time.time() + 3600}
-    async with running_gateway(broker.url, heartbeat_s=HEARTBEAT_S):
+    async with running_gateway(worker.url, heartbeat_s=HEARTBEAT_S):
         await service.submit(**job)
         await service.submit(**job, reply_to="ext:me")
         await wait_until(lambda: is_scheduled(service, "a"))
@@ -554,11 +512,9 @@ async def test_a_cancelled_scheduled_job_ends_at_once_wherever_its_answer_goes(
     assert worker.seen == []
 
 
-async def test_a_scheduled_job_is_refused_where_too_many_wait(
-    service: Service, worker: FakeWorker, broker: Broker
-) -> None:
+async def test_a_scheduled_job_is_refused_where_too_many_wait(service: Service, worker: FakeWorker) -> None:
     later = {"inputs": "Count.", "not_before": time.time() + 3600}
-    async with running_gateway(broker.url, submit_limit=1):
+    async with running_gateway(worker.url, submit_limit=1):
         await service.submit(id="a", **later)
         await wait_until(lambda: is_scheduled(service, "a"))
         assert (await service.result(await service.submit(**later)))["error_type"] == "overloaded"
@@ -567,12 +523,12 @@ async def test_a_scheduled_job_is_refused_where_too_many_wait(
 
 
 async def test_a_job_whose_key_has_ended_meanwhile_ends_with_that_error(
-    service: Service, worker: FakeWorker, broker: Broker
+    service: Service, worker: FakeWorker
 ) -> None:
-    async with PoolClient.connect(Settings(redis_url=broker.url, **SETTINGS)) as client:
+    async with PoolClient.connect(Settings(redis_url=worker.url, **SETTINGS)) as client:
         key = await api_keys.add_key(client, KeyFields(tenant="acme"))
         job = {"id": "a", "inputs": "Count.", "not_before": time.time() + 3600}
-        async with running_gateway(broker.url, heartbeat_s=HEARTBEAT_S) as gateway:
+        async with running_gateway(worker.url, heartbeat_s=HEARTBEAT_S) as gateway:
             await service.redis.xadd(KEYS.submit, {"job": json.dumps(job), "api_key": key.text})
             await wait_until(lambda: is_scheduled(service, "a"))
             await api_keys.revoke_key(client, key.record.key_id)
