@@ -15,10 +15,10 @@ from tests.support.source_tree import ROOT, parse
 MOST = {  # statements, lines
     "api": (12_435, 24_105),
     "batcher": (2_786, 4_799),
-    "gpu_worker": (10_793, 20_502),
+    "gpu_worker": (10_793, 20_501),
     "common": (3_728, 7_446),
     "deploy": (2_497, 4_325),
-    "tests": (29_621, 51_712),
+    "tests": (29_696, 51_841),
     "benchmarks": (2_122, 3_555),
 }
 MOST_WORDS_OF_DOCS = 21_818

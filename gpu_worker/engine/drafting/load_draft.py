@@ -59,9 +59,8 @@ def load_draft(target: LoadedModel, progress: Progress) -> Draft | None:
     if target.states.mixers:
         kind = target.model.config.model_type
         raise SettingError(CONFIG, f"states of rows of {kind} cannot go back from wrong proposals")
-    if (
-        target.communicator.num_stages > 1
-    ):  # of a speculator that config.json names; others are refused before
+    if target.communicator.num_stages > 1:
+        # of a speculator that config.json names; others are refused before
         cause = "a model that proposes tokens cannot be combined with PIPELINE_PARALLEL_SIZE"
         raise SettingError("speculate", cause)
     try:

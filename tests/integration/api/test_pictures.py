@@ -3,6 +3,7 @@ broker keeps while a request that has them lives.
 """
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from common.pictures import Size
 from deploy.launcher.embedded_broker import Broker
 from tests.support.broker_state import KEYS
 from tests.support.fleet.scripted_worker import Answer, FakeWorker
+from tests.support.jobs import Service
 from tests.support.pictures import (
     CHAT_TEMPLATES,
     data_url,
@@ -271,6 +273,17 @@ async def test_a_message_with_pictures(broker: Broker, tmp_path: Path) -> None:
         source["data"] = ""
         refused = await client.post("/v1/messages", json=body)
         assert refused.status_code == 400 and "`messages`" in refused.json()["error"]["message"]
+
+
+async def test_a_job_with_a_picture(broker: Broker, tmp_path: Path) -> None:
+    make_processor("qwen2_vl", tmp_path)
+    async with showing(broker.url, tmp_path, ANSWER) as (worker, _, _):
+        messages = user("What?", image_part(data_url(RED)))
+        job = {"id": "j1", "messages": messages, "parameters": {"max_tokens": 2}}
+        await Service(worker.redis).submit(**job)
+        result = json.loads(await wait_until(lambda: worker.redis.get(worker.keys.result("j1"))))
+        assert result["choices"][0]["finish_reason"]
+        assert len(worker.seen[-1].pictures) == 1
 
 
 LINGER_MS = 30_000
