@@ -21,7 +21,7 @@ MOST = {  # statements, lines
     "tests": (29_696, 51_841),
     "benchmarks": (2_122, 3_555),
 }
-MOST_WORDS_OF_DOCS = 21_818
+MOST_WORDS_OF_DOCS = 21_819
 SLACK = 0.01
 
 
