@@ -28,7 +28,7 @@ from redis.asyncio import Redis
 
 from benchmarks.client import stream
 from tests.support import brokers
-from tests.support.answers import post
+from tests.support.answers import event_type, post
 from tests.support.engine.reference import Found, prompt_ids, reference_beams, reference_ids
 from tests.support.fleet.fleet import Fleet
 from tests.support.load import PROMPT, complete, done_job, generate
@@ -136,15 +136,33 @@ class Colour(pydantic.BaseModel):
     red: int
 
 
-async def test_openai_s_package_streams_and_parses(client: AsyncOpenAI) -> None:
-    async with client.responses.stream(**BRIEF) as stream:
-        events = [event async for event in stream]
-        final = await stream.get_final_response()
-    assert final.output_text and events[-1].type == "response.incomplete"
+async def test_create_stream_parse_and_conversations(client: AsyncOpenAI) -> None:
+    whole = await client.responses.create(**BRIEF, instructions="Be brief.", metadata={"a": "b"})
+    assert whole.output_text and whole.status == "incomplete" and whole.metadata == {"a": "b"}
+    events = [
+        event async for event in await client.responses.create(**BRIEF, instructions="Be brief.", stream=True)
+    ]
+    for event in events:
+        event_type().validate_python(event.to_dict())
+    async with client.responses.stream(**BRIEF, instructions="Be brief.") as stream:
+        kinds = [event.type async for event in stream]
+    assert kinds == [event.type for event in events] and kinds[-1] == "response.incomplete"
+    texts = [event.text for event in events if event.type == "response.output_text.done"]
+    assert texts == [whole.output_text]
     parsed = await client.responses.parse(
         model="smollm2", input="A colour, please.", temperature=0, max_output_tokens=200, text_format=Colour
     )
     assert isinstance(parsed.output_parsed, Colour) or parsed.status == "incomplete"
+    second = await client.responses.create(**BRIEF, previous_response_id=whole.id)
+    items = [item async for item in client.responses.input_items.list(second.id, order="asc")]
+    assert [item.type for item in items] == ["message"] * 3
+    assert await client.responses.retrieve(second.id) == second
+    await client.responses.delete(second.id)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(second.id)
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.responses.create(**BRIEF, previous_response_id=second.id)
+    assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
 
 
 async def has_ended(client: AsyncOpenAI, response_id: str) -> Response:
