@@ -6,6 +6,8 @@ import { make } from "../dom.js";
 /** Characters of `MARKS` stand for nodes that are put into the text; those of the model are left out. */
 export const MARK = 0xe000;
 const MARKS = /[\ue000-\uf8ff]/g;
+/** What a line begins with, and a mark within it, which would hide what kind of line it is. */
+const MARKED_BEGIN = /^[ \d#>*+.)-]*[\ue000-\uf8ff][ \d#>*+.)\ue000-\uf8ff-]*/gm;
 const MAX_DEPTH = 6;
 const MAX_INLINE = 8000;
 const PROTOCOLS = ["http:", "https:", "mailto:"];
@@ -50,7 +52,8 @@ export class Markdown {
   }
 
   show(text) {
-    const blocks = [...split(text)];
+    const marksLast = (begin) => begin.replace(MARKS, "") + begin.match(MARKS).join("");
+    const blocks = [...split(text.replace(MARKED_BEGIN, marksLast))];
     const same = blocks.findIndex(({ source }, i) => source !== this.sources[i]);
     const from = same < 0 ? blocks.length : same;
     while (this.node.children.length > from) this.node.lastElementChild.remove();

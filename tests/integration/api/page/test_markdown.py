@@ -129,3 +129,12 @@ def test_an_answer_is_shown_as_markdown_and_kept(browser: Browser) -> None:
             expect(page.locator(".turn.model h4")).to_have_text("Tips")
             expect(page.locator(".turn.model li").nth(1)).to_have_text("<b>Speak</b>")
             page.reload()
+
+
+def test_a_pause_within_the_beginning_of_a_line_hides_no_heading(browser: Browser) -> None:
+    with ScriptedGateway(2, "## Tips", gap_s=0.8) as gateway, opened(browser, gateway.url) as page:
+        page.get_by_label("Message").fill("Tips?")
+        page.get_by_label("Message").press("Enter")
+        expect(page.locator(".turn.model[data-state=done]")).to_be_visible()
+        expect(page.locator(".turn.model h4")).to_have_text("Tips")
+        expect(page.locator(".turn.model h4 .resumed")).to_have_count(1)
