@@ -207,7 +207,7 @@ class Recovery:
         await self.save(states, incarnation, is_crash=why == "died")
         live = self.enqueue(held, states)
         await self.workers.remove_worker_keys(incarnation)
-        self.timeline.record_death(incarnation, live)
+        self.timeline.record_death(incarnation, live, why)
         level = logging.INFO if why == "drained" else logging.WARNING
         log.log(level, "worker %s is removed; %s resumed", incarnation, plural(len(live), "request"))
 

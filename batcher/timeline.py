@@ -344,9 +344,9 @@ class TimelineWriter:
             if why in INTERRUPTED:
                 self.count_resume(row.sequence, why)
 
-    def record_death(self, incarnation: str, sequences: Iterable[Sequence]) -> None:
-        """Record the death of a worker, once the committed tokens of the sequences it held have been read."""
-        catalogue.WORKERS_LOST.add()
+    def record_death(self, incarnation: str, sequences: Iterable[Sequence], why: str = "died") -> None:
+        """Record the end of a worker, once the committed tokens of the sequences it held have been read."""
+        catalogue.WORKERS_LOST.add(why == "died")
         for sequence in sequences:
             self.record(sequence, "died", worker=incarnation, num_tokens=sequence.base)
             self.count_resume(sequence, "died")

@@ -253,7 +253,7 @@ RESUMES = Counter(
     CLASSES | {"cause": ("died", "preempted", "takeover")},
 )
 PLANS = Counter("tokenfleet_plans", "Number of plans sent to workers")
-WORKERS_LOST = Counter("tokenfleet_workers_lost", "Number of workers that ended, for any reason")
+WORKERS_LOST = Counter("tokenfleet_workers_lost", "Number of workers that ended without being told to")
 MODEL_SWAP = Duration(
     "tokenfleet_model_swap_seconds",
     "Time in which a worker woke this pool's model, from memory or from disk",

@@ -18,10 +18,10 @@ MOST = {  # statements, lines
     "gpu_worker": (10_793, 20_501),
     "common": (3_728, 7_446),
     "deploy": (2_497, 4_325),
-    "tests": (29_719, 51_868),
+    "tests": (29_719, 51_871),
     "benchmarks": (2_122, 3_555),
 }
-MOST_WORDS_OF_DOCS = 21_819
+MOST_WORDS_OF_DOCS = 21_820
 SLACK = 0.01
 
 
