@@ -368,7 +368,8 @@ class JobConsumer:
             num_pending = int((await self.redis.xpending(self.keys.submit, GROUP))["pending"]) if new else 0
             num_accepted = len(new) - max(0, num_pending - self.settings.submit_limit)
             for place, (entry_id, fields) in enumerate(new):
-                await (self.on_entry if place < num_accepted else self.reject)(entry_id, fields)
+                is_taken = place < num_accepted or is_cancel(fields)
+                await (self.on_entry if is_taken else self.reject)(entry_id, fields)
 
     async def join_group(self) -> None:
         try:

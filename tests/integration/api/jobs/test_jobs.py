@@ -79,8 +79,12 @@ async def test_jobs_beyond_submit_limit_are_rejected(service: Service, worker: F
             await service.submit(id=f"j{i}", inputs="Count.")
         errors = [await service.result(f"j{i}") for i in (3, 4)]
         assert errors == [{"error": "Model is overloaded", "error_type": "overloaded"}] * 2
+        await wait_for(lambda: worker.redis.xlen(worker.keys.requests), 3)
+        await service.redis.xadd(KEYS.submit, {"cancel": "j2"})  # there is no room, and none is needed
+        await wait_for(lambda: service.redis.xlen(KEYS.submit), 3)
         worker.going.set()
-        assert [await service.result(f"j{i}") for i in range(3)] == [{"generated_text": TEXT}] * 3
+        assert [await service.result(f"j{i}") for i in range(2)] == [{"generated_text": TEXT}] * 2
+        assert (await service.result("j2"))["error_type"] == "cancelled"
         await service.settled()
     assert len(worker.seen) == 3
 
