@@ -644,14 +644,16 @@ class JobConsumer:
         await self.delete_entry(entry_id)
 
     async def answer_error(self, job: Job, error: ApiError) -> None:
-        """Answer an entry alone with an error. The result of a job that is known by its id stays as it is."""
+        """Answer an entry alone with an error. What a job that is known by its id has sent stays as it is."""
         metrics.count_error(error.status, error.error_type)
         body, channel = to_json(job.family(error)[1]), job.channel(self.keys)
         known = await self.pool.retry_forever(lambda: self.redis.exists(self.keys.job(job.id)))
-        result = self.keys.result(job.entry_id if known else job.id)
+        result, reply = self.keys.result(job.entry_id if known else job.id), self.keys.reply(job.id)
 
         async def send() -> None:
             pipe = self.redis.pipeline().set(result, body, px=RESULT_TTL_MS)
+            if job.in_stream and not known:
+                pipe.delete(reply).xadd(reply, {"frame": body}, "1-0").pexpire(reply, RESULT_TTL_MS)
             await (pipe.publish(channel, body) if channel else pipe).execute()
 
         await self.pool.retry_forever(send)

@@ -86,7 +86,7 @@ end
 -- needs: lib/jobs
 -- Register a job, or find that it runs or has ended, and keep its record. Of an ended job the last frame is
 -- sent again. One that may not run yet leaves `submit` until its time.
--- KEYS job, reply, jobs, submit
+-- KEYS job, reply, result, jobs, submit
 -- ARGV digest, tenant, webhook, channel, in_stream, reply_ttl_ms, job_id, entry_id, address, not_before_ms,
 --  group, max_scheduled, max_addresses, ...
 -- `in_stream` is '1' where the stream `reply` gets the frames, too. `tenant` of its API key, or ''. `webhook`
@@ -106,6 +106,7 @@ if last then
   end
   return 'ended'
 end
+if not known then redis.call('DEL', result, reply) end -- the error of an attempt that was refused
 redis.call('HSET', job, 'digest', digest)
 if tenant ~= '' then redis.call('HSET', job, 'tenant', tenant) end
 if webhook ~= '' then redis.call('HSETNX', job, 'webhook', webhook) end

@@ -76,9 +76,10 @@ async def test_jobs_beyond_submit_limit_are_rejected(service: Service, worker: F
     await worker.pause()
     async with running_gateway(worker.url, submit_limit=3):
         for i in range(5):
-            await service.submit(id=f"j{i}", inputs="Count.")
+            await service.submit(id=f"j{i}", inputs="Count.", reply="stream")
         errors = [await service.result(f"j{i}") for i in (3, 4)]
         assert errors == [{"error": "Model is overloaded", "error_type": "overloaded"}] * 2
+        assert await service.stream("j3") == errors[:1]
         await wait_for(lambda: worker.redis.xlen(worker.keys.requests), 3)
         await service.redis.xadd(KEYS.submit, {"cancel": "j2"})  # there is no room, and none is needed
         await wait_for(lambda: service.redis.xlen(KEYS.submit), 3)
@@ -86,7 +87,14 @@ async def test_jobs_beyond_submit_limit_are_rejected(service: Service, worker: F
         assert [await service.result(f"j{i}") for i in range(2)] == [{"generated_text": TEXT}] * 2
         assert (await service.result("j2"))["error_type"] == "cancelled"
         await service.settled()
-    assert len(worker.seen) == 3
+        await worker.pause()
+        await service.submit(id="j3", inputs="Count.", reply="stream")
+        await wait_for(lambda: worker.redis.xlen(worker.keys.requests), 1)
+        assert await service.redis.exists(KEYS.result("j3"), KEYS.reply("j3")) == 0
+        worker.going.set()
+        assert await service.result("j3") == {"generated_text": TEXT}
+        assert len(await service.stream("j3")) == len(IDS) + 1
+    assert len(worker.seen) == 4
 
 
 async def test_a_job_is_cancelled_before_or_while_it_runs(service: Service, broker: Broker) -> None:
