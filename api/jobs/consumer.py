@@ -569,8 +569,9 @@ class JobConsumer:
         return await self.pool.retry_forever(lambda: self.pool.client.run(call))
 
     async def is_faulty(self, job: Job) -> bool:
-        """Whether a job can never be served as it is."""
+        """Whether a job can never be served as it is; that is not known before a worker was ready."""
         try:
+            await self.pool.check_admission()
             await validate_job(self.pools, job)
             await drop_note(self.pool, job)
         except ApiError as error:

@@ -559,6 +559,8 @@ async def test_jobs_that_wait_for_others_are_seen_and_cancelled(
     settings = Settings(redis_url=broker.url, **SETTINGS | {"max_concurrent_requests": 1})
     gateway = Gateway(settings, "g0", model_tokenizer())
     async with gateway.running():
+        await service.submit(id="later", inputs="Count.", not_before=time.time() + 3600)
+        await wait_until(lambda: is_scheduled(service, "later"))
         for i in range(4):
             await service.submit(id=f"j{i}", inputs="Count.")
 
