@@ -382,7 +382,7 @@ class JobConsumer:
         """Claim the entries of gateways whose heartbeat has expired."""
         await self.joined.wait()
         for consumer in await self.redis.xinfo_consumers(self.keys.submit, GROUP):
-            other = consumer["name"].decode(errors="surrogateescape")
+            other = consumer["name"].decode(errors="replace")  # no gateway's, where it is not UTF-8
             if other != self.name:
                 args: Args = {
                     "group": GROUP,

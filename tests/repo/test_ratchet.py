@@ -13,12 +13,12 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (12_435, 24_105),
+    "api": (12_439, 24_109),
     "batcher": (2_786, 4_799),
     "gpu_worker": (10_793, 20_501),
     "common": (3_728, 7_446),
     "deploy": (2_497, 4_325),
-    "tests": (29_719, 51_871),
+    "tests": (29_736, 51_888),
     "benchmarks": (2_122, 3_555),
 }
 MOST_WORDS_OF_DOCS = 21_820

@@ -223,6 +223,9 @@ GARBAGE: list[tuple[str, dict[Any, Any], str]] = [  # name, fields, what the err
 
 
 async def test_malformed_entries_are_answered_with_errors(service: Service, worker: FakeWorker) -> None:
+    await service.submit(id="taken", inputs="Count.")
+    await service.redis.xgroup_create(KEYS.submit, "gateways", id="0")
+    await service.redis.xreadgroup("gateways", b"\xff", {KEYS.submit: ">"})  # type: ignore[arg-type]
     async with running_gateway(worker.url, payload_limit=2000):
         entries = [
             (name, (await service.redis.xadd(KEYS.submit, fields)).decode(), words)
@@ -232,7 +235,7 @@ async def test_malformed_entries_are_answered_with_errors(service: Service, work
             error = (await service.result(entry_id))["error"]
             assert words in (error if isinstance(error, str) else error["message"]), name
         await service.submit(id="good", inputs="Count.")
-        assert await service.result("good") == {"generated_text": TEXT}
+        assert await service.result("good") == await service.result("taken") == {"generated_text": TEXT}
         await service.settled()
 
 
