@@ -242,7 +242,7 @@ class InferRequest(GenerateBody):
 # --- answers ------------------------------------------------------------------------------------------------
 
 
-MODEL_PATH = re.compile(r"/v2/models/(?P<name>.+?)(/versions/(?P<version>[^/]+))?/(infer|generate(_stream)?)")
+MODEL_PATH = re.compile(r"/v2/models/(?P<name>.*?)(/versions/(?P<version>[^/]+))?/(infer|generate(_stream)?)")
 
 
 class OutputRenderer(TextRenderer):

@@ -552,6 +552,7 @@ async def test_a_text_is_generated(broker: Broker) -> None:
         )
         full = {"text_input": "one", "parameters": {"exclude_input_in_output": False, "stream": False}}
         third = await client.post("/v2/models/tgi/generate", json=full)
+        unnamed = await client.post("/v2/models//generate", json={"text_input": "one"})
     assert answer.json() == NAMES | {"text_output": " about oneé"}
     body, details = second.json(), second.json()["details"]
     assert (body["model_version"], body["text_output"]) == ("7", " about one")
@@ -561,6 +562,7 @@ async def test_a_text_is_generated(broker: Broker) -> None:
     assert sampled.sampling is not None and (sampled.sampling.temperature, sampled.sampling.top_k) == (0.5, 3)
     assert sampled.stopping.stop == ["zzz"]
     assert third.json() == {"model_name": "tgi", "model_version": "1", "text_output": "one about oneé"}
+    assert unnamed.json() == answer.json() | {"model_name": ""}
 
 
 async def test_the_texts_of_a_stream_add_up_to_the_whole(broker: Broker) -> None:
