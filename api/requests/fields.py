@@ -72,6 +72,7 @@ Truncation = Annotated[
 """Of `truncate_prompt_tokens`: -1 is as many tokens as fit."""
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 BadWord = Annotated[str, Field(max_length=200, pattern=r"\S")]
+BiasedToken = Annotated[int, Field(strict=False)]  # a key of JSON is a text
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Labels = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
@@ -226,7 +227,7 @@ class BeamFields(SamplingFields):
         le=100,
     )
 
-    logit_bias: dict[int, Bias] | None = optional(
+    logit_bias: dict[BiasedToken, Bias] | None = optional(
         "Numbers to add to the logits, by token id.",
         {"propertyNames": {"pattern": "^[0-9]{1,6}$"}},
         max_length=1024,

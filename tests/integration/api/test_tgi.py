@@ -546,10 +546,8 @@ async def test_a_text_is_generated(broker: Broker) -> None:
     async with answering(broker.url, repeat_about, **OWN) as (worker, _, client):
         answer = await client.post(f"{MODEL}/generate", json={"text_input": "one"})
         parameters = {"details": True, "max_tokens": 2, "stop_words": ["zzz"], "random_seed": 7, "top_k": 3}
-        second = await client.post(
-            f"{VERSIONED}/generate",
-            json={"text_input": "one", "temperature": 0.5, "parameters": parameters},
-        )
+        beside = {"text_input": "one", "temperature": 0.5, "logit_bias": {"5": 1.5}}
+        second = await client.post(f"{VERSIONED}/generate", json=beside | {"parameters": parameters})
         full = {"text_input": "one", "parameters": {"exclude_input_in_output": False, "stream": False}}
         third = await client.post("/v2/models/tgi/generate", json=full)
         unnamed = await client.post("/v2/models//generate", json={"text_input": "one"})
@@ -560,7 +558,7 @@ async def test_a_text_is_generated(broker: Broker) -> None:
     assert [token["text"] for token in details["logprobs"]] == [" about", " one"]
     sampled = worker.seen[1]
     assert sampled.sampling is not None and (sampled.sampling.temperature, sampled.sampling.top_k) == (0.5, 3)
-    assert sampled.stopping.stop == ["zzz"]
+    assert sampled.stopping.stop == ["zzz"] and sampled.sampling.logit_bias == [(5, 1.5)]
     assert third.json() == {"model_name": "tgi", "model_version": "1", "text_output": "one about oneé"}
     assert unnamed.json() == answer.json() | {"model_name": ""}
 
