@@ -204,7 +204,9 @@ async def ask_for(
 ) -> HttpAnswer:
     """A request for each input; `name` is that of the field that has them. Raises ApiError."""
     pool, pooling, pace = context.pool, pooling_of(context), Pace()
-    context.check_number(len(inputs), name)
+    most, number = pool.settings.max_concurrent_requests, len(inputs)
+    if context.request is not None and number > most:
+        raise invalid(f"`{name}` asks for {number} vectors: MAX_CONCURRENT_REQUESTS is {most}")
     most, cut_to = pool.workers.limits.max_input_tokens, body.truncate_prompt_tokens
     check_most("truncate_prompt_tokens", cut_to or 0, most)
     requests: list[Generate] = []
@@ -412,7 +414,9 @@ async def read_embedding(parsed: EmbeddingRequest, context: Context) -> HttpAnsw
         dimensions=dimensions,
         normalized=parsed.normalize is not False,
     )
-    return await ask_for(context, listed_inputs(parsed.input, "input"), parsed, "input", shown)
+    inputs = listed_inputs(parsed.input, "input")
+    context.check_number(len(inputs), "input")
+    return await ask_for(context, inputs, parsed, "input", shown)
 
 
 async def read_rerank(parsed: RerankFields, context: Context) -> HttpAnswer:

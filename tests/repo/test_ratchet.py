@@ -13,12 +13,12 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (12_439, 24_109),
+    "api": (12_444, 24_114),
     "batcher": (2_786, 4_799),
     "gpu_worker": (10_793, 20_501),
     "common": (3_728, 7_446),
     "deploy": (2_497, 4_325),
-    "tests": (29_736, 51_888),
+    "tests": (29_742, 51_893),
     "benchmarks": (2_122, 3_555),
 }
 MOST_WORDS_OF_DOCS = 21_820

@@ -142,6 +142,8 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     ("/v1/embeddings", {"input": "hi", "messages": []}, 400, "`messages` is not supported"),
     ("/v1/embeddings", {"input": ["hi"] * 5}, 400, "`input` must have 1 to 4 items. Given: 5"),
     ("/v1/rerank", {"query": "hi", "documents": []}, 400, "`documents` must have 1 to 4 items"),
+    ("/v1/rerank", {"query": "hi", "documents": ["a"] * 5}, 400, "`documents` must have 1 to 4 items"),
+    ("/v1/score", {"text_1": ["a"] * 4, "text_2": ["b"] * 4}, 400, "8 vectors: MAX_CONCURRENT_REQUESTS is 5"),
     ("/v1/embeddings", {"input": "hi", "prompt_name": "x"}, 400, "`prompt_name` is not supported"),
     ("/v1/embeddings", {"input": "hi", "task": "token_embed"}, 400, "`task` is not supported"),
     ("/rerank", {"query": "hi", "texts": ["a"]}, 400, "`documents`: Field required"),
@@ -156,11 +158,14 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
 
 
 async def test_what_cannot_be_served_is_named(broker: Broker, encoder: tuple[Path, Any]) -> None:
-    async with pooling_gateway(broker.url, *encoder, max_client_batch_size=4) as (worker, _, client):
+    limits: dict[str, Any] = {"max_client_batch_size": 4, "max_concurrent_requests": 5}
+    async with pooling_gateway(broker.url, *encoder, **limits) as (worker, _, client):
         for path, body, status, words in REFUSED:
             answer = await client.post(path, json=body)
             assert answer.status_code == status and words in answer.text, (path, answer.text)
         assert not worker.seen
+        most = {"query": "hi", "documents": ["a"] * 4}
+        assert len((await post(client, "/v1/rerank", most))["results"]) == 4, "the query is no document"
 
 
 async def test_a_vector_is_never_asked_of_a_worker_that_only_generates(
