@@ -62,9 +62,11 @@ class Inbox:
         self.reading: asyncio.Task[XreadReply] | None = None
 
     def follow(self, stream: str, after: str = "0") -> None:
-        """Read `stream` from the entry after `after` on, unless it is followed already."""
+        """Read `stream` from the entry after `after` on, unless it is followed already. Of one read its
+        entries come before those of the streams that were followed earlier.
+        """
         if stream not in self.last_ids:
-            self.last_ids[stream] = after
+            self.last_ids = {stream: after} | self.last_ids
             self.close()  # the read under way lacks this stream
 
     def unfollow(self, stream: str) -> None:

@@ -81,7 +81,7 @@ class Batcher:
         await self.recovery.read_control()
         self.inbox.follow(self.keys.control, self.recovery.control_id)
         await self.recovery.read_requests(self.on_entry)
-        self.inbox.follow(self.requests, self.recovery.last_id)
+        self.inbox.follow(self.requests, self.recovery.last_id)  # after `control`: cancels need their request
         self.timeline.traces.note_former(self.scheduler.sequences.values())
         self.pending.defer(self.timeline.traces.recall)
         self.recovery.settle()

@@ -38,6 +38,7 @@ from common.messages.codec import decode, encode
 from common.messages.events import Timeline, TimelineEvent
 from common.messages.plan import Plan, Report, WorkerCapacity, WorkerDied
 from common.messages.records import RECORD, unpack_records
+from common.messages.request import Cancel
 from common.metrics import catalogue
 from common.settings.settings import Settings
 from common.tracing import TraceSpan, ids_of, span_name
@@ -218,6 +219,17 @@ async def test_plans_and_entries_come_between_two_long_actions(batcher: Batcher,
     assert {"r1", "r2", "r3"} == {
         start.request.request_id for plan in await plans(redis) for start in plan.starts
     }
+
+
+async def test_a_cancel_that_comes_in_one_read_with_its_request_ends_it(
+    batcher: Batcher, redis: Redis
+) -> None:
+    await batcher.start_epoch()
+    await admit(redis, make_request("r1"))
+    await redis.xadd(KEYS.control, {"cancel": encode(Cancel("r1", "client"))})
+    await turns(batcher)
+    assert not batcher.scheduler.sequences
+    assert await redis.hget(KEYS.request("r1"), "terminal") == b"cancelled"  # type: ignore[misc]
 
 
 async def test_a_request_waits_for_no_housekeeping(
