@@ -118,6 +118,8 @@ class Room:
 
     def has(self, sequence: Sequence, kv_len: int) -> bool:
         """Whether a row with these tokens would be computed at once."""
+        if not self.replica.can_serve(sequence):
+            return False
         is_next = self.is_idle or kv_len <= self.tokens
         return is_next and sequence.num_places <= self.places and self.needed(sequence, kv_len) <= self.blocks
 
@@ -172,7 +174,9 @@ class HandOver:
         rooms = self.rooms()
         for row, kv_len in due:
             if (room := find_room(rooms, row.sequence, kv_len)) is None:
-                return
+                if any(one.replica.can_serve(row.sequence) for one in rooms):
+                    return
+                continue  # nobody else has its adapter
             room.take(row.sequence, kv_len)
             self.moves[row.sequence] = row, kv_len
             self.workers.preempt(self.workers.replicas[row.worker], [row])

@@ -405,7 +405,11 @@ def move_interrupted(workers: WorkerSet) -> None:
         return
     share = len(joined) / len(workers.replicas)
     for replica in workers.replicas.values():
-        waiting = [row for row in replica.running if row.was_interrupted and not row.stopping]
+        waiting = [
+            row
+            for row in replica.running
+            if row.was_interrupted and not row.stopping and any(one.can_serve(row.sequence) for one in joined)
+        ]
         waiting.sort(key=lambda row: -row.sequence.num_known)
         if rows := waiting[: int(share * len(waiting))]:
             workers.preempt(replica, rows)

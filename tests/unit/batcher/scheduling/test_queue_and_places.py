@@ -259,6 +259,25 @@ def test_a_worker_with_the_adapter_on_its_device_comes_first() -> None:
     assert set(many) == {"w0", "w1"}, "but not if it has far more rows"
 
 
+def test_a_row_leaves_for_no_worker_without_its_adapter() -> None:
+    """Neither an answer that waits where a worker joins, nor one whose worker drains, as others do."""
+    pool = make_pool(1, w0=(SQL,))
+    rows = [request(f"r{i}", 20, 400, i, adapter=adapter) for i, adapter in enumerate((SQL, SQL, ""))]
+    for one in rows:
+        pool.committed[one.request_id] = 1
+        pool.resume(one)
+        pool.scheduler.register(one)
+    pool.decide()
+    pool.add_worker()
+    pool.decide()
+    assert not any(one.row is None or one.row.stopping for one in rows[:2])
+    pool.scheduler.workers.drain("w0")
+    for _ in range(20):
+        pool.turn()
+    assert [home(one) for one in rows] == ["w0", "w0", "w1"]
+    assert [one.attempt for one in rows[:2]] == [1, 1]
+
+
 # --- preemption ---------------------------------------------------------------------------------------------
 
 
