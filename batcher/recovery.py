@@ -19,7 +19,7 @@ from batcher.lease import LeaseLost
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
 from batcher.timeline import TimelineWriter
-from batcher.worker_registry import WorkerRegistry, WorkerState
+from batcher.worker_registry import KnownWorker, WorkerRegistry, WorkerState
 from common.broker import committed
 from common.broker.committed import Committed, T, log_tokens, read_slice
 from common.broker.keys import SEALED
@@ -139,8 +139,8 @@ class Recovery:
 
     async def seal(self, incarnation: str, why: str) -> None:
         """Declare a worker dead. It is removed when its reports are read to the seal, or at once."""
-        if self.workers.state(incarnation) is WorkerState.REMOVED:  # it had sealed its own logs
-            return
+        if self.workers.state(incarnation) in (WorkerState.SEALED, WorkerState.REMOVED):
+            return  # it had sealed its own logs
         log.warning("worker %s is sealed: %s", incarnation, why)
         if await self.workers.seal(incarnation):
             self.workers.inbox.follow(self.pool.keys.reports(incarnation))
@@ -149,6 +149,7 @@ class Recovery:
 
     def remove(self, incarnation: str) -> None:
         """Remove a sealed worker whose reports were read."""
+        self.workers.workers[incarnation] = KnownWorker(WorkerState.SEALED)
         held = self.scheduler.remove_worker(incarnation) + self.held_by.pop(incarnation, [])
         self.pending.defer(partial(self.remove_worker, incarnation, held))
 

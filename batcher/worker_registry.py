@@ -137,6 +137,8 @@ class WorkerState(Enum):
     TAKEOVER_SENT = auto()
     ACTIVE = auto()
     """It answered the takeover."""
+    SEALED = auto()
+    """It was sealed, and its reports were read to the end."""
     REMOVED = auto()
     """It was sealed, its reports were read to the end, and its keys are deleted."""
 
@@ -174,7 +176,7 @@ class KnownWorker:
     @property
     def is_pending(self) -> bool:
         """Whether it may still hold requests from before this epoch."""
-        return self.is_earlier and self.state not in (WorkerState.ACTIVE, WorkerState.REMOVED)
+        return self.is_earlier and self.state in (*UNSENT, WorkerState.TAKEOVER_SENT)
 
 
 @dataclass(eq=False)

@@ -127,16 +127,20 @@ def hold_replies(batcher: Batcher) -> Callable[[], None]:
 async def test_a_worker_that_seals_its_own_logs_is_counted_as_lost_once(
     batcher: Batcher, redis: Redis, why: str, num_lost: int
 ) -> None:
-    """Its launcher reports its death, too, before or after its seal has been read. One that was told to end,
-    or lets another model have its turn, is not lost.
+    """Its launcher reports its death, too, before or after its seal has been read; and after that, before
+    its removal, which waits for other long actions. One that was told to end, or lets another model have its
+    turn, is not lost.
     """
     await batcher.start_epoch()
     await join(batcher, redis)
     lost = catalogue.WORKERS_LOST.values[()]
     await seal(redis, "w1", why)
-    for _ in range(2):
+    for _ in range(6):
+        batcher.pending.defer(lambda: asyncio.sleep(0))
+    for _ in range(4):
         await redis.xadd(KEYS.control, {"died": encode(WorkerDied("w1"))})
         await turns(batcher, 3)
+    assert not batcher.pending.deferred
     assert "w1" not in batcher.scheduler.replicas
     assert catalogue.WORKERS_LOST.values[()] == lost + num_lost
 
