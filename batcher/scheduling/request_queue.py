@@ -31,14 +31,13 @@ class Account:
     """Service of one tenant in one class.
 
     Attributes:
-        served: tokens that it is charged with, divided by its weight.
+        served: tokens that it is charged with, each request's divided by the weight that came with it.
         mean_output: what its requests generate on average, in tokens.
         num_started: rows that are not released.
         waiting: a heap of (arrival, request).
         place: number of its item in `ClassQueue.order`; 0 for none. Its items with other numbers are stale.
     """
 
-    weight: float
     served: float
     mean_output: float = FIRST_OUTPUT
     num_started: int = 0
@@ -101,11 +100,15 @@ class ClassQueue:
     def account(self, sequence: Sequence) -> Account:
         tenant = sequence.request.tenant
         if (account := self.accounts.get(tenant)) is None:
-            weight = sequence.request.weight or self.weights.get(tenant, 1.0)
-            account = self.accounts[tenant] = Account(weight, self.level)
+            account = self.accounts[tenant] = Account(self.level)
             if len(self.accounts) > MANY_ACCOUNTS and len(self.accounts) % MANY_ACCOUNTS == 1:
                 self.forget_idle(account)
         return account
+
+    def weight(self, sequence: Sequence) -> float:
+        """Return the weight of a request's tenant when it was asked."""
+        request = sequence.request
+        return request.weight or self.weights.get(request.tenant, 1.0)
 
     def forget_idle(self, besides: Account) -> None:
         """Forget tenants without requests whose service is not above `level`."""
@@ -161,7 +164,7 @@ class ClassQueue:
         left = sequence.num_places * sequence.request.stopping.max_new_tokens - sequence.base
         charged = num_prefill + min(left, round(account.mean_output))
         account.num_started += 1
-        account.served += charged / account.weight
+        account.served += charged / self.weight(sequence)
         self.enqueue_account(account)
         return charged
 
@@ -243,7 +246,8 @@ class RequestQueue:
             queue = self.classes[row.sequence.class_index]
             account = queue.account(row.sequence)
             account.num_started -= 1
-            account.served += (max(0, kv_len - row.num_cached) - row.charged) / account.weight
+            surplus = max(0, kv_len - row.num_cached) - row.charged
+            account.served += surplus / queue.weight(row.sequence)
             queue.enqueue_account(account)
             row.charged = None
 

@@ -14,11 +14,11 @@ from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
     "api": (12_444, 24_114),
-    "batcher": (2_786, 4_799),
+    "batcher": (2_794, 4_816),
     "gpu_worker": (10_793, 20_501),
     "common": (3_728, 7_446),
     "deploy": (2_497, 4_325),
-    "tests": (29_742, 51_893),
+    "tests": (29_773, 51_940),
     "benchmarks": (2_122, 3_555),
 }
 MOST_WORDS_OF_DOCS = 21_820

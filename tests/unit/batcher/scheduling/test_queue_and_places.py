@@ -33,10 +33,16 @@ from tests.support.fleet.simulated_pool import (
 
 
 def new(
-    name: str, arrival: int, priority: str = "", tenant: str = "", prompt: int = 10, most: int = 10
+    name: str,
+    arrival: int,
+    priority: str = "",
+    tenant: str = "",
+    prompt: int = 10,
+    most: int = 10,
+    weight: float = 0.0,
 ) -> Sequence:
     """A request that waits."""
-    sequence = request(name, prompt, most, arrival, class_name=priority, tenant=tenant)
+    sequence = request(name, prompt, most, arrival, class_name=priority, tenant=tenant, weight=weight)
     sequence.waiting = True
     return sequence
 
@@ -105,7 +111,9 @@ def test_only_some_that_do_not_fit_are_looked_past_and_no_lower_class_takes_thei
 
 
 def test_tenants_start_by_their_weights_and_what_was_interrupted_before_all() -> None:
-    """A tenant that comes late has no claim on what others had before it."""
+    """A tenant that comes late has no claim on what others had before it. The weight of a request's API key
+    counts for it, whatever earlier ones of its tenant had.
+    """
     queue = queue_of(*(new(f"a{i}", i, tenant="a") for i in range(30)), weights={"b": 3.0})
     assert start_all(queue, 10) == [f"a{i}" for i in range(10)]
     for i in range(30):
@@ -119,6 +127,10 @@ def test_tenants_start_by_their_weights_and_what_was_interrupted_before_all() ->
     assert start_all(queue, 4) == ["r1", "r0", "r3", "r2"], "the shortest first, suspects last"
     started += start_all(queue)
     assert sorted(started) == sorted([*(f"a{i}" for i in range(10, 30)), *(f"b{i}" for i in range(30))])
+    for i in range(40):
+        queue.add(new(f"a{i}", 300 + i, tenant="a", weight=3.0))
+        queue.add(new(f"b{i}", 300 + i, tenant="b", weight=1.0))
+    assert sum(name[0] == "a" for name in start_all(queue, 40)) >= 29
 
 
 @settings(max_examples=30)
