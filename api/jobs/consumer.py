@@ -126,7 +126,9 @@ class JobRun:
         self.access.write(self.record)
 
     async def render_result(self) -> bytes:
-        """The result or the error. An error becomes the last frame, too, unless a frame has it already."""
+        """The result or the error, with which the requests that go on are cancelled: nobody would get what
+        they make. An error becomes the last frame, too, unless a frame has it already.
+        """
         try:
             result = await self.serve()
             self.record.status = 200
@@ -136,6 +138,9 @@ class JobRun:
         except Exception as error:
             log.exception("job %s", self.job.id)
             failure, why = internal_error(), type(error).__name__
+        for stream in self.streams:
+            if stream.admitted and (stream.ended_here or not stream.terminal):
+                await self.pool.cancel(stream.request.request_id)
         self.record.note({"reason": failure.error_type})
         metrics.count_error(failure.status, failure.error_type)
         if (trace := self.record.trace) is not None:

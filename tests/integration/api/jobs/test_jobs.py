@@ -32,6 +32,7 @@ from tests.support.answers import CHAT_PATH, first_part, positions, post
 from tests.support.fleet.gateways import SETTINGS, answering
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.jobs import CHAT, IDS, KEYS, TEXT, Service, answer, killed_gateway, running_gateway
+from tests.support.keys.issued import add_key
 from tests.support.tokenizer import TOKENIZER, ids, model_tokenizer
 from tests.support.waiting import PATIENCE_S, in_background, wait_for, wait_until
 
@@ -553,6 +554,18 @@ async def test_a_job_whose_key_has_ended_meanwhile_ends_with_that_error(
             await service.settled()
     record = await service.redis.hgetall(KEYS.job_record("a"))  # type: ignore[misc]
     assert (record[b"tenant"], record[b"state"]) == (b"acme", b"failed")
+
+
+async def test_a_job_with_room_for_one_choice_alone_leaves_none_running(
+    service: Service, worker: FakeWorker
+) -> None:
+    worker.most_tokens = 0
+    key = await add_key(service.redis, budget_tokens=len(ids("Count.")) + 1)
+    job = {"id": "a", "prompt": "Count.", "parameters": {"n": 2}}
+    async with running_gateway(worker.url):
+        await service.redis.xadd(KEYS.submit, {"job": json.dumps(job), "api_key": key.text})
+        assert "budget" in (await service.result("a"))["error"]["message"]
+        await wait_for(lambda: service.redis.hgetall(KEYS.usage_pending), {})
 
 
 async def test_jobs_that_wait_for_others_are_seen_and_cancelled(
