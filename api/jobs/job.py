@@ -118,6 +118,7 @@ class Job:
             none.
         api_key: that its entry carries; empty without one.
         not_before_ms: until when it waits; 0 for a job that may run at once.
+        not_before_field: the same as its entry says it, which is its content; None without one.
         webhook_field: the webhook that it names, also if it has another `fault`.
         webhook: where the event of its end goes, for `register_job`; empty for none.
     """
@@ -134,6 +135,7 @@ class Job:
     first_entry_id: str = ""
     api_key: bytes = b""
     not_before_ms: int = 0
+    not_before_field: Any = None
     webhook_field: WebhookField | None = None
     webhook: bytes = b""
 
@@ -196,9 +198,11 @@ class Job:
     def to_fields(self) -> dict[str, bytes | str]:
         """The fields of another entry for this valid job; its time still counts from the first one."""
         assert self.body is not None
-        body = orjson.dumps(self.body.model_dump(exclude_unset=True) | {"id": self.id})
+        given = self.body.model_dump(exclude_unset=True) | {"id": self.id}
+        if self.not_before_field is not None:
+            given["not_before"] = self.not_before_field
         key = {"api_key": self.api_key} if self.api_key else {}
-        return {"job": body, "first_entry": self.first_entry_id or self.entry_id, **key}
+        return {"job": orjson.dumps(given), "first_entry": self.first_entry_id or self.entry_id, **key}
 
     def of_key(self, key: ApiKey | None) -> "Job":
         """The job as it is served for an API key: of its tenant, and in its class if it names none, or
@@ -239,6 +243,7 @@ def read_job(entry_id: str, fields: Mapping[bytes, bytes], max_bytes: int) -> Jo
         protocol=find_protocol(parsed),
         first_entry_id=first_entry[0].decode() if first_entry else "",
         api_key=fields.get(b"api_key", b""),
+        not_before_field=parsed.get("not_before"),
         webhook_field=read_webhook_field(parsed),
     )
     try:

@@ -442,7 +442,8 @@ async def test_a_job_that_is_submitted_again_keeps_its_content_and_its_time(
 ) -> None:
     """Its deadline and the `created` of its chunks count from the first of its entries."""
     fields = {
-        b"job": b'{"inputs": "\\u00e9", "parameters": {"top_p": 1e-7}, "tenant": null, "reply": "stream"}'
+        b"job": b'{"inputs": "\\u00e9", "parameters": {"top_p": 1e-7}, "tenant": null, "reply": "stream", '
+        b'"not_before": 5}'
     }
     job = lost = read_job("5000-0", fields, 2**20)
     for _ in range(2):  # the entry in its place is lost, too
