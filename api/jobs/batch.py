@@ -539,9 +539,9 @@ async def list_batches(
     store_of(request)
     pool, owner = own_pool(request), tenant_of(request)
     async with asking_broker():
-        members = await pool.client.redis.zrange(pool.client.keys.batches, 0, -1)
+        members = await pool.client.redis.zrange(pool.client.keys.batches, 0, -1, desc=True)
         pairs = [member.decode().rpartition(" ") for member in members]
-        names = sorted((name for whose, _, name in pairs if whose == owner), reverse=True)
+        names = [name for whose, _, name in pairs if whose == owner]
         begin = place_of(names, after, "after") + 1
         found = [await read_batch(pool.client, name) for name in names[begin : begin + limit + 1]]
     return list_object([batch.render() for batch in found if batch is not None], limit)
