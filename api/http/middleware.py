@@ -136,7 +136,9 @@ async def handle_disconnect(request: Request, error: Exception) -> Response:
 
 async def handle_crash(request: Request, error: Exception) -> Response:
     """Answer 500. Starlette raises the error again, so the log has the traceback, and the connection ends."""
-    return error_response(internal_error(), errors_of(request.scope), {"connection": "close"})
+    failure = internal_error()
+    count_error(failure.status, failure.error_type)
+    return error_response(failure, errors_of(request.scope), {"connection": "close"})
 
 
 ERROR_HANDLERS: dict[int | type[Exception], Any] = {

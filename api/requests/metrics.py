@@ -19,7 +19,12 @@ from api.streams.stream import Stream
 from common.broker.keys import Keys
 from common.metrics import catalogue
 
-FAILURES = {"overloaded": "overloaded", "unavailable": "unavailable", "template_error": "template"}
+FAILURES = {
+    "overloaded": "overloaded",
+    "unavailable": "unavailable",
+    "template_error": "template",
+    "internal": "generation",
+}
 """Type of an error → label `err`; all others are `validation`."""
 HISTOGRAMS = {
     "total-time": catalogue.REQUEST_DURATION,

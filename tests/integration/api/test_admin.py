@@ -12,6 +12,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import AsyncMock
 from urllib.parse import quote
 
 import httpx
@@ -19,6 +20,7 @@ import pytest
 import redis
 from redis.asyncio import Redis
 
+from api.errors import internal_error
 from api.http import middleware
 from common.api_keys import IssuedKey
 from common.broker.heartbeat import Heartbeat, process_fields
@@ -272,8 +274,8 @@ async def test_counts_durations_and_lengths_of_requests(broker: Broker) -> None:
         await figures.until(f'tokenfleet_requests_total{{{ours},reason="length"}}', 1)
 
 
-async def test_failures_are_counted_by_cause(broker: Broker) -> None:
-    async with answering(broker.url, scripted, max_concurrent_requests=1) as (worker, _, client):
+async def test_failures_are_counted_by_cause(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with answering(broker.url, scripted, max_concurrent_requests=1) as (worker, gateway, client):
         figures = await Figures(client).begin()
         assert (await client.post("/generate", json={"inputs": ""})).status_code == 422
         assert (await client.post("/v1/completions", json={"prompt": 5.5})).status_code == 400
@@ -286,6 +288,11 @@ async def test_failures_are_counted_by_cause(broker: Broker) -> None:
         await figures.until('tgi_request_failure{err="validation"}', 2)
         await figures.until('tgi_request_failure{err="generation"}', 1)
         await figures.until("tgi_request_count", 6)
+        crashes = AsyncMock(side_effect=(ZeroDivisionError(), internal_error()))
+        monkeypatch.setattr(gateway.pool, "check_admission", crashes)
+        for _ in range(2):
+            assert (await client.post("/generate", json=body())).status_code == 500
+        await figures.until('tgi_request_failure{err="generation"}', 3)
 
 
 async def is_gone(client: httpx.AsyncClient, worker: FakeWorker) -> None:
