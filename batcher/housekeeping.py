@@ -176,7 +176,7 @@ class Housekeeping:
     soonest_s: float = 0.0
 
     def __post_init__(self, settings: Settings, incarnation: str) -> None:
-        self.grace_ms = 1000 * settings.worker_grace_s
+        self.grace_ms = math.inf if settings.scale_to_zero else 1000 * settings.worker_grace_s
         self.orphans = OrphanTracker(self.pool)
         self.adapters = AdapterKeeper(self.pool)
         self.heartbeat = Heartbeat(self.pool, "batcher", incarnation, settings.worker_ttl_s)
@@ -237,7 +237,7 @@ class Housekeeping:
 
     def end_waiting_clients(self) -> None:
         """Cancel the requests of gateways that have waited for WORKER_GRACE_S themselves, as there is no
-        worker. Jobs wait for one until their deadline.
+        worker. Jobs wait for one until their deadline, and so do all with SCALE_TO_ZERO.
         """
         now_ms = self.clock_ms()
         for sequence in list(self.scheduler.sequences.values()):

@@ -451,7 +451,7 @@ class SettingFields(BaseModel):
     worker_grace_s: Seconds = 30.0
     """how long requests wait without any worker or batcher (s)"""
     scale_to_zero: bool = False
-    """requests wait for a worker as long as it takes"""
+    """requests wait for a worker until their deadline"""
     graceful_termination_timeout: Seconds = 90.0
     """how long SIGTERM waits for running requests (s)"""
 

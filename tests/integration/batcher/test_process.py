@@ -125,9 +125,10 @@ async def settled(redis: Redis) -> bool:
 
 
 async def test_a_deadline_ends_a_waiting_request_with_one_terminal(broker: Broker, redis: Redis) -> None:
+    """With SCALE_TO_ZERO nothing else does."""
     async with listening(redis, CHANNEL) as published:
-        with batcher(broker.url):
-            await admit(redis, "r1", ttl_ms=300)
+        with batcher(broker.url, SCALE_TO_ZERO="true", WORKER_GRACE_S="0"):
+            await admit(redis, "r1", ttl_ms=2000)
             assert (await ended(redis, "r1")).error_type == "timeout"
             await wait_until(lambda: settled(redis))
         terminals = [end for message in await published() for end in decode(Events, message).terminals]
