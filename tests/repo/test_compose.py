@@ -319,6 +319,15 @@ def test_an_alert_fires_within_30_s_of_the_last_turn_of_a_batcher() -> None:
     assert first_s + pending_s <= 30
 
 
+def test_an_alert_that_another_one_inhibits_has_the_labels_that_must_be_equal() -> None:
+    [group] = yaml.safe_load((PROMETHEUS / "alerts.yml").read_text())["groups"]
+    texts = {rule["alert"]: str(rule["annotations"]) for rule in group["rules"]}
+    for rule in yaml.safe_load((PROMETHEUS / "alertmanager.yml").read_text())["inhibit_rules"]:
+        for matcher in rule["source_matchers"] + rule["target_matchers"]:
+            for alert in matcher.split("=")[-1].strip(' ~"').split("|"):
+                assert all(f"$labels.{label} " in texts[alert] for label in rule.get("equal", ())), alert
+
+
 def test_every_alert_stands_in_the_runbook() -> None:
     [group] = yaml.safe_load((PROMETHEUS / "alerts.yml").read_text())["groups"]
     runbook = (DEPLOY.parent / "docs" / "runbook.md").read_text()
