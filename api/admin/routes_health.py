@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, Response
 
 from api.errors import ApiError
+from api.handover.draining import check_serving
 from api.http.auth import check_admin, check_key
 from api.http.middleware import AccessLog
 from api.http.openapi import HEALTH, TGI_ERRORS, ErrorResponse, Shape, answer, error_responses
@@ -82,6 +83,7 @@ async def page_or_health(request: Request) -> Response:
     """Returns the web page if the client accepts `text/html`, else what /health returns."""
     if "text/html" in request.headers.get("accept", ""):
         return FileResponse(PAGE_FILES["page.html"], headers=PAGE_HEADERS | {"vary": "accept"})
+    await check_serving(request)
     return await health(request)
 
 

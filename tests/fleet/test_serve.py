@@ -61,6 +61,7 @@ def test_processes_have_names_restart_and_drain(monkeypatch: pytest.MonkeyPatch)
             wait_until_sync(lambda: workers(fleet) == [worker])
             fleet.launcher.terminate()
             wait_until_sync(lambda: "shutting down" in get(fleet, "/health").text)
+            assert "shutting down" in get(fleet, "/").text, "it is TGI's health, too"
             refused = httpx.post(f"{fleet.base_url}/generate", json=body, timeout=PATIENCE_S)
             assert refused.status_code == 503 and "shutting down" in refused.text
             assert last_frame(lines)["details"]["generated_tokens"] == NUM_TOKENS
