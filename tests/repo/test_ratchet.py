@@ -13,15 +13,15 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (12_450, 24_124),
+    "api": (12_454, 24_133),
     "batcher": (2_794, 4_816),
     "gpu_worker": (10_793, 20_501),
     "common": (3_728, 7_446),
     "deploy": (2_497, 4_325),
-    "tests": (29_782, 51_954),
+    "tests": (29_797, 51_972),
     "benchmarks": (2_122, 3_555),
 }
-MOST_WORDS_OF_DOCS = 21_820
+MOST_WORDS_OF_DOCS = 21_819
 SLACK = 0.01
 
 
