@@ -17,14 +17,14 @@ import pytest
 from arq.connections import ArqRedis
 from redis.asyncio import Redis
 
-from benchmarks.chaos import run
+from benchmarks.chaos.__main__ import run
+from benchmarks.chaos.attack import Attack, draw_strikes, targets_of
+from benchmarks.chaos.outcome import Plan, describe
 from common.api_keys import IssuedKey
 from common.broker.client import connect
 from common.broker.keys import Keys
 from tests.support.broker.sentinels import secured
-from tests.support.chaos.attack import Attack, draw_strikes, targets_of
 from tests.support.chaos.launcher import ChaosFleet
-from tests.support.chaos.outcome import Plan, describe
 from tests.support.fleet.fleet import Fleet
 from tests.support.jobs import arq_client
 from tests.support.keys.issued import add_key, bearer

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from redis.asyncio import Redis
 
+from benchmarks.chaos.attack import Attack
+from benchmarks.chaos.clients import Tally
 from common.broker.keys import Keys
-from tests.support.chaos.attack import Attack
-from tests.support.chaos.clients import Tally
 from tests.support.chaos.engine import NUM_BLOCKS
 
 KEYS = Keys("default")

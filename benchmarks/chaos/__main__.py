@@ -28,11 +28,11 @@ from typing import Any
 
 import uvloop
 
+from benchmarks.chaos.attack import BROKER_WAYS, KINDS, Attack, draw_strikes, targets_of
+from benchmarks.chaos.clients import Crowd, Tally, make_cases, make_reader
+from benchmarks.chaos.outcome import KEYS, Outcome, Plan, describe, is_idle
 from common.broker.client import connect
-from tests.support.chaos.attack import BROKER_WAYS, KINDS, Attack, draw_strikes, targets_of
-from tests.support.chaos.clients import Crowd, Tally, make_cases, make_reader
 from tests.support.chaos.launcher import ChaosFleet
-from tests.support.chaos.outcome import KEYS, Outcome, Plan, describe, is_idle
 from tests.support.waiting import wait_until
 
 IDLE_S = 120.0
