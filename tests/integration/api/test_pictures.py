@@ -3,7 +3,6 @@ broker keeps while a request that has them lives.
 """
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -137,15 +136,9 @@ async def test_what_cannot_be_shown_is_refused_by_its_field(
     bomb = png((200, 400))
     part = "messages[0].content[0].image_url.url"
     cases: list[tuple[dict[str, Any], str, str]] = [
-        (image_part("data:image/png;base64,AAAA"), part, "is no picture of a known format"),
         (image_part("data:image/png;base64,A*AA"), part, "is no base64"),
         (image_part("data:text/html;base64,AAAA"), part, "has the media type 'text/html'"),
         (image_part("data:image/png,x"), part, "must be a data: URL with base64"),
-        (
-            image_part("file:///etc/passwd"),
-            part,
-            "must be a data: URL: nothing is fetched here (ALLOWED_MEDIA_DOMAINS",
-        ),
         (image_part("https://x.org/y.png"), part, "nothing is fetched here (ALLOWED_MEDIA_DOMAINS is empty)"),
         (image_part(data_url(bytes(4000))), part, "has more than 3000 bytes (MAX_PICTURE_BYTES)"),
         (
@@ -153,7 +146,6 @@ async def test_what_cannot_be_shown_is_refused_by_its_field(
             part,
             "has 400 x 200 pixels: at most 10000 are allowed",
         ),
-        (image_part(data_url(png((2, 500)))), part, "no edge may be 200 times the other"),
         (
             image_part(data_url(RED), detail="hd"),
             "messages[0].content[0].detail",
@@ -280,9 +272,9 @@ async def test_a_job_with_a_picture(broker: Broker, tmp_path: Path) -> None:
     async with showing(broker.url, tmp_path, ANSWER) as (worker, _, _):
         messages = user("What?", image_part(data_url(RED)))
         job = {"id": "j1", "messages": messages, "parameters": {"max_tokens": 2}}
-        await Service(worker.redis).submit(**job)
-        result = json.loads(await wait_until(lambda: worker.redis.get(worker.keys.result("j1"))))
-        assert result["choices"][0]["finish_reason"]
+        service = Service(worker.redis)
+        await service.submit(**job)
+        assert (await service.result("j1"))["choices"][0]["finish_reason"]
         assert len(worker.seen[-1].pictures) == 1
 
 

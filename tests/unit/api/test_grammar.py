@@ -69,6 +69,7 @@ REFUSED = {
     'Unimplemented keys: ["not"]': schema(
         {"$defs": {"a": {"not": {}}}, "items": {"$ref": "#/$defs/a"}, "type": "array"}
     ),
+    'Unimplemented keys: ["if"]': schema({"type": "array", "if": {"type": "null"}}),
     "oneOf constraints are not supported": schema(
         {"type": "array", "items": {"oneOf": [{"type": "number"}, {"type": "integer"}]}}
     ),
@@ -643,7 +644,7 @@ async def test_tags_may_be_special_tokens() -> None:
     assert not accepts(source, [*hello, 1, *hello], known)
 
 
-OTHERS = ("tags_with_separator", "qwen_xml_parameter", "token_dispatch", "x" * 999)
+OTHERS = ("tags_with_separator", "qwen_xml", "qwen_xml_parameter", "dispatch", "token_dispatch", "x" * 999)
 
 
 @pytest.mark.parametrize(

@@ -191,6 +191,7 @@ GARBAGE: list[tuple[str, dict[Any, Any], str]] = [  # name, fields, what the err
     ("two prompts", {"job": json.dumps({"inputs": "a", **CHAT})}, "either `inputs` or `messages`"),
     ("unknown field", {"job": json.dumps({"inputs": "a", "replyto": "ext:x"})}, "replyto"),
     ("wrong type", {"job": json.dumps({"inputs": 5})}, "`inputs`"),
+    ("empty prompt", {"job": json.dumps({"inputs": ""})}, "`inputs` cannot be empty"),
     ("wrong id", {"job": json.dumps({"inputs": "a", "id": "a#0"})}, "`id`"),
     ("long id", {"job": json.dumps({"inputs": "a", "id": "a" * 129})}, "`id`"),
     ("a batch's line", {"job": json.dumps({"inputs": "a", "id": f"batch_{0:032x}/1"})}, "a batch's line"),
@@ -213,6 +214,11 @@ GARBAGE: list[tuple[str, dict[Any, Any], str]] = [  # name, fields, what the err
     ),
     ("a fault before its time", {"job": json.dumps(FAULTY)}, "top_p`: Input"),
     ("chat of nothing", {"job": json.dumps({"messages": []})}, "`messages`"),
+    (
+        "too many choices",
+        {"job": json.dumps({**CHAT, "parameters": {"n": 1000}})},
+        "`n`: Input should be less",
+    ),
     ("no route", {"job": json.dumps({"input": "a", "url": "/v1/models"})}, "`url` must be one of /gen"),
     (
         "another prompt",
