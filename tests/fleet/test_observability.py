@@ -115,23 +115,6 @@ def test_metrics_survive_the_worker(fleet: Fleet, request_id: str) -> None:
     assert 0 < found["tgi_request_queue_duration_sum"] < waited_s, "the prefill is not time in the queue"
 
 
-def test_a_timeline_has_the_resume(fleet: Fleet, request_id: str) -> None:
-    events = timeline(fleet, request_id)
-    assert [one["what"] for one in events] == [
-        "queued",
-        "placed",
-        "prefilled",
-        "died",
-        "placed",
-        "prefilled",
-        "ended",
-    ]
-    died, ended = events[3], events[-1]
-    assert KILLED_AT <= died["num_tokens"] < NUM_TOKENS == ended["num_tokens"]
-    assert events[4]["worker"] != died["worker"] == events[1]["worker"]
-    assert [one["at_ms"] for one in events] == sorted(one["at_ms"] for one in events)
-
-
 @pytest.fixture(scope="module")
 def prometheus(fleet: Fleet, request_id: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A Prometheus with the file in deploy/prometheus, with other names and intervals; its URL."""

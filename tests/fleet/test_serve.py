@@ -73,17 +73,6 @@ def test_processes_have_names_restart_and_drain(monkeypatch: pytest.MonkeyPatch)
         )  # a next fleet may start at once
 
 
-@pytest.mark.slow
-def test_what_the_engine_cannot_serve_ends_the_fleet_with_the_cause_in_one_line() -> None:
-    fleet = Fleet(num_workers=1, kv_cache_bytes="1000000GiB").start()
-    try:
-        assert fleet.launcher.wait(READY_S) == os.EX_CONFIG
-        [*_, line] = fleet.errors().splitlines()
-        assert "KV_CACHE_BYTES: " in line and "MiB of memory are available" in line
-    finally:
-        fleet.kill()
-
-
 def last_frame(lines: Iterator[str]) -> dict[str, Any]:
     """Return the last frame of a stream, once it has ended."""
     *_, last = (line for line in lines if line.startswith("data:"))

@@ -78,6 +78,10 @@ def frames(content: bytes) -> list[dict[str, Any]]:
     return [json.loads(data) for data in found]
 
 
+def tgi_frames(content: bytes) -> list[dict[str, Any]]:
+    return [json.loads(data) for data in data_of(content)]
+
+
 # --- beams --------------------------------------------------------------------------------------------------
 
 TEXTS = (" one two é🙂", " three", " four zzz", " five six seven")

@@ -30,7 +30,6 @@ from common.messages.codec import encode
 from common.messages.events import Timeline, TimelineEvent
 from common.messages.request import Generate
 from common.process.logs import TextFormatter
-from common.settings.settings import SettingError, Settings
 from deploy.launcher.embedded_broker import Broker
 from tests.support import brokers
 from tests.support.fleet.batchers import batching
@@ -168,13 +167,6 @@ async def test_the_kill_button_kills_no_other_process(
                 f"Not killed: process {process.pid} is not one of this fleet",
             )
         assert process.poll() is None and other.poll() is None and worker.poll() is None
-
-
-@pytest.mark.parametrize("hostname", ["0.0.0.0", "192.0.2.1", "some-machine"])
-def test_demo_needs_a_local_hostname(hostname: Any) -> None:
-    with pytest.raises(SettingError, match=r"DEMO: .*HOSTNAME=127\.0\.0\.1"):
-        Settings.read(["--demo"], {"HOSTNAME": hostname})
-    assert Settings.read(["--demo", "--hostname", "127.0.0.1"], {}).demo
 
 
 async def test_browsers_get_the_page_and_other_clients_the_health(broker: Broker) -> None:

@@ -171,9 +171,9 @@ async def test_n_choices_are_streamed_by_index(broker: Broker) -> None:
         return Answer(ids(["one", "two three", "four five six"][choice]), num_cached=16 * (1 + choice))
 
     async with answering(broker.url, answer) as (worker, gateway, client):
-        body = CHAT | {"n": 3, "seed": 7, "stream_options": {"include_usage": True}}
+        body = CHAT | {"n": 3, "best_of": 3, "seed": 7, "stream_options": {"include_usage": True}}
         found = frames(await streamed(client, CHAT_PATH, body))
-        whole = await post(client, CHAT_PATH, CHAT | {"n": 3})
+        whole = await post(client, CHAT_PATH, CHAT | {"n": 3, "best_of": 1})
         await wait_until(lambda: not gateway.pool.relay.streams)
     deltas: list[list[dict[str, str]]] = [[], [], []]
     for frame in found[:-1]:
@@ -255,6 +255,9 @@ async def test_fields_become_parameters_of_the_queued_request(broker: Broker) ->
         "metadata": {"a": "b"},
         "store": True,
         "service_tier": "auto",
+        "prompt_cache_key": "k",
+        "safety_identifier": "s",
+        "verbosity": "low",
         "tools": [],
         "tool_choice": "none",
         "response_format": {"type": "text"},

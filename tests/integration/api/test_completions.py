@@ -5,7 +5,6 @@ logits; and beam searches through every API.
 """
 
 import asyncio
-import json
 from importlib.metadata import version
 from typing import Any
 
@@ -25,7 +24,6 @@ from tests.support.answers import (
     CHAT_PATH,
     SEQUENCES,
     TEXTS,
-    data_of,
     frames,
     logprobs,
     numbered,
@@ -34,6 +32,7 @@ from tests.support.answers import (
     scores,
     shown_tokens,
     streamed,
+    tgi_frames,
 )
 from tests.support.fleet.gateways import answering, nothing_left, serving
 from tests.support.fleet.scripted_worker import Answer
@@ -102,8 +101,9 @@ async def test_a_stream_is_text_completion_chunks(broker: Broker) -> None:
 
 async def test_choices_are_in_the_order_of_the_prompts(broker: Broker) -> None:
     async with answering(broker.url, repeat) as (worker, gateway, client):
-        response = await client.post(PATH, json={"prompt": ["a b", "c", "d e f"], "n": 2})
-        found = frames(await streamed(client, PATH, {"prompt": ["a b", "c", "d e f"], "n": 2}))
+        body = {"prompt": ["a b", "c", "d e f"], "n": 2, "best_of": 2}
+        response = await client.post(PATH, json=body)
+        found = frames(await streamed(client, PATH, body | {"best_of": 1}))
         await wait_until(lambda: not gateway.pool.relay.streams)
     answer = response.json()
     texts = ["a b 0", "a b 1", "c 0", "c 1", "d e f 0", "d e f 1"]
@@ -668,11 +668,8 @@ async def test_a_stream_has_one_chunk_for_each_choice(broker: Broker) -> None:
 
 async def test_generate_stream_has_one_event_for_each_sequence(broker: Broker) -> None:
     body = {"inputs": "Hi", "parameters": BEAMS | {"details": True}}
-    async with (
-        answering(broker.url, ANSWER) as (_, _, client),
-        client.stream("POST", "/generate_stream", json=body) as response,
-    ):
-        events = [json.loads(data) for data in data_of(await response.aread())]
+    async with answering(broker.url, ANSWER) as (_, _, client):
+        events = tgi_frames(await streamed(client, "/generate_stream", body))
     assert [event["index"] for event in events] == [1, 2, 3, 4]
     assert [event["generated_text"] for event in events] == [*TEXTS]
     for i, event in enumerate(events):
@@ -691,8 +688,7 @@ async def test_a_search_may_find_fewer_sequences_than_were_asked_for(broker: Bro
         chunks = frames(await streamed(client, PATH, prompts | usage))
         chat = frames(await streamed(client, CHAT_PATH, CHAT | BEAMS))
         found = await post(client, "/generate", tgi)
-        async with client.stream("POST", "/generate_stream", json=tgi) as response:
-            events = [json.loads(data) for data in data_of(await response.aread())]
+        events = tgi_frames(await streamed(client, "/generate_stream", tgi))
     assert [(one["index"], one["text"]) for one in whole["choices"]] == [
         *zip((0, 1, 4, 5), SHOWN[:2] * 2, strict=True)
     ]

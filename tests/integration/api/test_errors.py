@@ -68,6 +68,7 @@ async def test_unknown_routes_are_404_and_unknown_methods_405(broker: Broker) ->
     async with serving(broker.url) as (_, client):
         assert tgi_error(await client.get("/nothing")) == (404, "not_found")
         assert tgi_error(await client.get("/v11")) == (404, "not_found")
+        assert (await client.post("/v2/nothing")).json() == {"error": "Not Found: POST /v2/nothing"}
         wrong = await client.get("/generate")
         assert tgi_error(wrong) == (405, "method_not_allowed") and wrong.headers["allow"] == "POST"
         assert (await client.put("/")).headers["allow"] == "GET, HEAD, POST"
@@ -335,16 +336,6 @@ async def test_models_are_listed_and_found_by_name(client: httpx.AsyncClient) ->
     for path in ("/v1/models", "/v1/models/"):
         assert (await client.get(path)).json() == {"object": "list", "data": [known], "models": []}
     assert (await client.get("/v1/models/smollm2")).json() == known
-
-
-async def test_best_of_is_n_and_hints_have_no_effect(client: httpx.AsyncClient) -> None:
-    hints = {"user": "u", "metadata": {"a": "b"}, "service_tier": "auto", "prompt_cache_key": "k"}
-    labels = hints | {"store": True, "safety_identifier": "s", "verbosity": "low"}
-    for body in ({"n": 2, "best_of": 2}, {"n": 2, "best_of": 1}, {"best_of": 1}):
-        chat = await client.post("/v1/chat/completions", json=CHAT | labels | body)
-        completion = await client.post("/v1/completions", json=PROMPT | labels | body)
-        for answer in (chat, completion):
-            assert len(answer.json()["choices"]) == body.get("n", 1), answer.text
 
 
 async def test_an_unknown_route_is_answered_with_the_known_ones(client: httpx.AsyncClient) -> None:

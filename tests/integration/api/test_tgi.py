@@ -19,7 +19,7 @@ from common.messages.records import pack_floats, pack_ids, unpack_floats, unpack
 from common.messages.request import Generate, SamplingParams, StoppingParams
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_chat import BECOME, OTHERS, SAMPLED
-from tests.support.answers import CHAT, data_of, frames, logprobs, post, streamed
+from tests.support.answers import CHAT, data_of, frames, logprobs, post, streamed, tgi_frames
 from tests.support.fleet.batchers import batching
 from tests.support.fleet.gateways import answering, nothing_left, ready, serving
 from tests.support.fleet.scripted_worker import EOS, Answer, working
@@ -171,10 +171,6 @@ async def test_a_stop_id_ends_an_answer_and_is_part_of_it(broker: Broker) -> Non
         "stop_sequence",
         two,
     )
-
-
-def tgi_frames(content: bytes) -> list[dict[str, Any]]:
-    return [json.loads(data) for data in data_of(content)]
 
 
 async def test_a_stream_has_exactly_tgis_bytes(broker: Broker) -> None:
@@ -570,7 +566,7 @@ async def test_the_texts_of_a_stream_add_up_to_the_whole(broker: Broker) -> None
         whole = await post(client, f"{MODEL}/generate", body)
         plain = body | {"parameters": {"ignore_eos": True, "stop": ["op h"], "stream": True}}
         streams = [await client.post(f"{MODEL}/generate_stream", json=one) for one in (body, plain)]
-    detailed, short = ([json.loads(data) for data in data_of(one.content)] for one in streams)
+    detailed, short = (tgi_frames(one.content) for one in streams)
     assert streams[0].headers["content-type"] == "text/event-stream"
     assert "".join(one["text_output"] for one in short) == whole["text_output"] == " a bé stop h"
     assert all(one.keys() == {*NAMES, "text_output"} and NAMES.items() <= one.items() for one in short)
@@ -580,24 +576,6 @@ async def test_the_texts_of_a_stream_add_up_to_the_whole(broker: Broker) -> None
     assert detailed[-1]["details"]["generated_tokens"] == len(detailed)
 
 
-async def test_errors_have_kserves_shape(broker: Broker) -> None:
-    wrong: list[tuple[str, Any, int, str]] = [
-        (
-            "/v2/models/gpt-5/generate",
-            {"text_input": "a"},
-            404,
-            "The model `gpt-5` does not exist; served: `org/some-model`",
-        ),
-        ("/v2/nothing", {}, 404, "Not Found: POST /v2/nothing"),
-    ]
-    async with answering(broker.url, Answer([11]), **OWN) as (worker, _, client):
-        for path, body, status, words in wrong:
-            answer = await client.post(path, json=body)
-            assert answer.status_code == status and answer.json().keys() == {"error"}, answer.text
-            assert words in answer.json()["error"], answer.text
-        assert not worker.seen
-
-
 async def test_metadata_has_tgis_shapes_and_the_protocols(broker: Broker) -> None:
     async with batching(broker.url), answering(broker.url, repeat_about, **OWN) as (_, _, client):
         found = {
@@ -605,6 +583,7 @@ async def test_metadata_has_tgis_shapes_and_the_protocols(broker: Broker) -> Non
             for path in ("/v2", VERSIONED, MODEL, f"{VERSIONED}/ready", f"{MODEL}/ready", "/v2/health/ready")
         }
         missing = await client.get("/v2/models/gpt-5/ready")
+        other = await client.post("/v2/models/gpt-5/generate", json={"text_input": "a"})
     assert found["/v2"]["name"] == "tokenfleet" and {"health", "models"} <= {*found["/v2"]["extensions"]}
     assert found[VERSIONED] == {
         "name": "org/some-model",
@@ -622,6 +601,8 @@ async def test_metadata_has_tgis_shapes_and_the_protocols(broker: Broker) -> Non
     assert found[f"{VERSIONED}/ready"] == found["/v2/health/ready"] == {"live": True}
     assert found[f"{MODEL}/ready"] == {"name": "org/some-model", "ready": True}
     assert missing.status_code == 404 and "gpt-5" in missing.json()["error"]
+    said = {"error": "The model `gpt-5` does not exist; served: `org/some-model`"}
+    assert (other.status_code, other.json()) == (404, said)
 
 
 async def test_without_a_worker_a_gateway_lives_and_is_not_ready(broker: Broker) -> None:

@@ -201,7 +201,8 @@ def says(*argv: str, run: Run = forked, **variables: str) -> str:
 
 
 def test_help_lists_commands_and_settings() -> None:
-    assert "serve [MODEL]" in says("--help")
+    assert says("-h") == says("--help") and "serve [MODEL]" in says("-h")
+    assert says("serve", "-h") == says("serve", "--help")
     assert "{api,batcher,worker}" in says("supervise", "--help")
     text = says("serve", "--help")
     assert text.startswith(

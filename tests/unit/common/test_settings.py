@@ -299,6 +299,8 @@ REFUSED = {
     "--validation-workers 0": "VALIDATION_WORKERS: 0 is less than 1",
     "--rope-scaling linear": "ROPE_SCALING: linear needs ROPE_FACTOR",
     "--demo": "DEMO: lets everybody who sees the page kill processes: it is for HOSTNAME=127.0.0.1 only",
+    "HOSTNAME=192.0.2.1 --demo": "DEMO: lets everybody who sees the page kill",
+    "HOSTNAME=some-machine --demo": "DEMO: lets everybody who sees the page kill",
     "--max-batches 7": "MAX_BATCHES: 7 is not served: 10,000 batches are kept",
     "--metrics-names vllm": "METRICS_NAMES: vllm is not served: vLLM's names are recording rules of",
     "PREFILL_CHUNKING=0": "PREFILL_CHUNKING: 0 is not served: prompts are computed in chunks beside the",
@@ -585,13 +587,6 @@ def test_each_line_of_a_help_page_is_served_or_refused_by_its_name(page: str) ->
             ) as refusal:
                 Settings.read(*given)
             assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize("word", SHOWN)
-def test_help_and_version_are_shown(word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        Settings.read([word], {})
-    assert capsys.readouterr().out
 
 
 def test_the_table_of_options_has_every_flag_of_the_help_pages() -> None:
