@@ -198,6 +198,7 @@ class Stream:
         answer: the packed answer, if this is its first request: Redis keeps it with the request.
         num_ready: number of tokens that may be shown now. The last one is shown together with the end, so a
             token that may be the last one waits.
+        has_budget: whether its API key has one, at which any token may become the last one.
         is_plain: whether the request asks for no likeliest tokens and no log-probabilities of its prompt.
         admitted: whether Redis is known to have the request.
         deadline_s: monotonic time by which the fleet must have ended it.
@@ -228,6 +229,7 @@ class Stream:
         self.ending_ids = eos_ids.union(stopping.stop_ids)
         self.max_new_tokens = stopping.max_new_tokens
         self.num_ready = 0
+        self.has_budget = request.account is not None and request.account.has_budget
         self.is_plain = not request.top_n_tokens and request.prompt_logprobs is None
         self.matcher = StopMatcher(stopping.stop) if stopping.stop else None
         self.admitted = False
@@ -346,7 +348,8 @@ class Stream:
         """Note the last token so far, which may be the last one of all."""
         num_tokens = len(self.ids)
         waits = (
-            token_id in self.ending_ids
+            self.has_budget
+            or token_id in self.ending_ids
             or num_tokens == self.max_new_tokens
             or (self.matcher is not None and self.matcher.matched)
         )

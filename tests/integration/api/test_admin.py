@@ -32,6 +32,7 @@ from common.messages.request import Generate
 from common.process.logs import TextFormatter
 from deploy.launcher.embedded_broker import Broker
 from tests.support import brokers
+from tests.support.answers import data_of
 from tests.support.fleet.batchers import batching
 from tests.support.fleet.gateways import answering, nothing_left, ready, serving
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
@@ -347,6 +348,8 @@ def shut(own: Broker) -> None:
 FIELDS: dict[str, dict[str, Any]] = {
     "full": {"tenant": "acme"},
     "poor": {"tenant": "guest", "budget_tokens": 12},
+    "brief": {"tenant": "guest", "budget_tokens": 7},
+    "terse": {"tenant": "guest", "budget_tokens": 34},
     "admin": {"tenant": "acme", "admin": True},
 }
 """API keys by the names that the tests give them."""
@@ -466,6 +469,21 @@ async def test_a_key_at_its_budget_is_refused_until_the_next_month(clients: Clie
     assert (long.status_code, "retry-after" in long.headers) == (429, False)
     assert "12 tokens are fewer than a prompt of 21 needs" in long.json()["error"]["message"]
     assert (await clients.ask("full")).status_code == 200
+
+
+async def test_an_answer_that_reaches_the_budget_ends_as_one_that_is_cut(clients: Clients) -> None:
+    """TGI's last frame has the last token and the text."""
+    asked: list[tuple[str, str, dict[str, Any]]] = [
+        ("brief", "/generate_stream", {"inputs": "one two three four five", "parameters": {"details": True}}),
+        ("terse", "/v1/messages", CHAT | {"max_tokens": 90}),
+    ]
+    stream, message = [
+        await clients.http.post(path, json=body, headers=bearer(clients.keys[name]))
+        for name, path, body in asked
+    ]
+    last, whole = json.loads(data_of(stream.content)[-1]), message.json()
+    assert (last["generated_text"], last["details"]["finish_reason"]) == (" one two", "length")
+    assert [block["text"] for block in whole["content"]] == [" one two"]
 
 
 # --- access log ---------------------------------------------------------------------------------------------

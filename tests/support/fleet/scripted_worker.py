@@ -300,7 +300,6 @@ class FakeWorker:
         """Run one step of every row: the next token of each, and the ends."""
         if (step := self.engine.step()) is not None:
             self.agent.steps.apply(step)
-        self.agent.steps.cut_at_budgets()
         outbox = self.agent.state.outbox
         if outbox.is_empty:
             return
