@@ -528,10 +528,10 @@ class MessageRenderer(EventRenderer):
         return {"stop_reason": reason, "stop_sequence": stop}
 
     def stop_reason(self) -> str | None:
-        reason = self.choice.finish_reason
-        if reason is None or reason == "tool_calls":
+        reason, terminal = self.choice.finish_reason, self.stream.terminal
+        if terminal is None or reason is None or reason == "tool_calls":
             return reason and "tool_use"
-        if isinstance(self.choice.stop_reason, str):
+        if terminal.reason == "stop_sequence" and isinstance(self.choice.stop_reason, str):
             return "stop_sequence"
         return "max_tokens" if reason == "length" or self.choice.is_within_call else "end_turn"
 

@@ -472,7 +472,7 @@ async def test_a_key_at_its_budget_is_refused_until_the_next_month(clients: Clie
 
 
 async def test_an_answer_that_reaches_the_budget_ends_as_one_that_is_cut(clients: Clients) -> None:
-    """TGI's last frame has the last token and the text."""
+    """TGI's last frame has the last token and the text, and Anthropic's clients see no stop string."""
     asked: list[tuple[str, str, dict[str, Any]]] = [
         ("brief", "/generate_stream", {"inputs": "one two three four five", "parameters": {"details": True}}),
         ("terse", "/v1/messages", CHAT | {"max_tokens": 90}),
@@ -484,6 +484,7 @@ async def test_an_answer_that_reaches_the_budget_ends_as_one_that_is_cut(clients
     last, whole = json.loads(data_of(stream.content)[-1]), message.json()
     assert (last["generated_text"], last["details"]["finish_reason"]) == (" one two", "length")
     assert [block["text"] for block in whole["content"]] == [" one two"]
+    assert (whole["stop_reason"], whole["stop_sequence"]) == ("max_tokens", None)
 
 
 # --- access log ---------------------------------------------------------------------------------------------
