@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Mapping
 from functools import partial
 
 from api.errors import ApiError, internal_error, openai
-from api.event_loop import Pace, attempt, repeat_forever, retry_forever
+from api.event_loop import Pace, attempt, offload, repeat_forever, retry_forever
 from api.jobs.batch import (
     ENDED,
     FILES,
@@ -154,6 +154,11 @@ class BatchRun:
             if text.strip():
                 yield number, offset, text
 
+    async def read_line(self, text: bytes) -> BatchLine:
+        """Raises ApiError: a `line_fault`."""
+        limit = self.pool.max_body_bytes
+        return await offload(len(text), partial(read_line, text, self.batch.endpoint, limit))
+
     async def wait_for_store(self, error: Exception) -> None:
         """Retry policy: wait for a store that does not answer. Raises ApiError (404) for what it says is
         gone.
@@ -227,7 +232,7 @@ class BatchRun:
         async for number, _, text in self.read_input():
             await pace.step()
             try:
-                line = read_line(text, self.batch.endpoint, self.pool.max_body_bytes)
+                line = await self.read_line(text)
                 # a set of 50,000 takes some megabytes, however long the ids are
                 digest = hashlib.blake2b(line.custom_id.encode(), digest_size=12).digest()
                 if digest in seen:
@@ -270,7 +275,7 @@ class BatchRun:
             try:
                 async for number, after, text in self.read_input(*place):
                     place = number, after
-                    yield self.begin(number, after, text)
+                    yield await self.begin(number, after, text)
                 return
             except ApiError as error:
                 if error.status == 404:
@@ -278,10 +283,10 @@ class BatchRun:
                     return
                 await self.wait_for_store(error)
 
-    def begin(self, number: int, after: int, text: bytes) -> PendingLine:
+    async def begin(self, number: int, after: int, text: bytes) -> PendingLine:
         """Begin to answer a line. One that cannot be read any more, as a limit was lowered, fails."""
         try:
-            line = read_line(text, self.batch.endpoint, self.pool.max_body_bytes)
+            line = await self.read_line(text)
         except ApiError as fault:
             line = BatchLine("", {}, fault)
         return PendingLine(number, line, len(text), after, asyncio.create_task(self.answer(number, line)))

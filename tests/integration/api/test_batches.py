@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,8 +15,9 @@ import openai
 import pytest
 from redis.asyncio import Redis
 
+from api.event_loop import LONG_SIZE
 from api.jobs import batch_run
-from api.jobs.batch import needed_files
+from api.jobs.batch import BatchLine, needed_files, read_line
 from api.jobs.batch_run import BatchRun
 from common.broker.keys import Keys
 from common.messages.request import Generate
@@ -81,10 +83,19 @@ async def lines(client: openai.AsyncOpenAI, file_id: str) -> list[Any]:
     return [json.loads(line) for line in content.text.splitlines()]
 
 
-async def test_a_batch_of_chats_is_answered_in_the_order_of_its_input(broker: Broker, tmp_path: Path) -> None:
+async def test_a_batch_of_chats_is_answered_in_the_order_of_its_input(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holds_loop = set[bool]()
+
+    def read(text: bytes, *limits: Any) -> BatchLine:
+        holds_loop.add(len(text) >= LONG_SIZE and threading.current_thread() is threading.main_thread())
+        return read_line(text, *limits)
+
+    monkeypatch.setattr(batch_run, "read_line", read)
     async with answering(broker.url, answer, files_dir=str(tmp_path)) as (worker, _, http):
         client = openai_client(http)
-        wrong = chat_line(40, temperature=-1)
+        wrong = chat_line(600, temperature=-1)
         content = jsonl([*(chat_line(number) for number in range(40)), wrong])
         batch = await run_batch(client, content, metadata={"a": "b"})
         output, errors = await lines(client, batch.output_file_id), await lines(client, batch.error_file_id)
@@ -101,10 +112,11 @@ async def test_a_batch_of_chats_is_answered_in_the_order_of_its_input(broker: Br
     assert [line["custom_id"] for line in output] == [f"line-{number}" for number in range(40)]
     assert output[3]["response"]["body"]["choices"] == single["choices"]
     assert (output[3]["response"]["status_code"], output[3]["error"]) == (200, None)
-    assert [line["custom_id"] for line in errors] == ["line-40"]
+    assert [line["custom_id"] for line in errors] == ["line-600"]
     assert errors[0]["response"]["status_code"] == 400
     assert errors[0]["response"]["body"]["error"]["param"] == "temperature"
     assert left == [], "what is committed leaves Redis"
+    assert holds_loop == {False}, "long lines are read in threads"
 
 
 async def test_responses_are_those_of_the_route_but_for_ids(broker: Broker, tmp_path: Path) -> None:
