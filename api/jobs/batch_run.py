@@ -139,6 +139,7 @@ class BatchRun:
             await asyncio.gather(*answers, return_exceptions=True)
 
     async def work(self) -> None:
+        await self.pool.keys.was_read.wait()
         if self.batch.fields["status"] == "validating" and not await self.validate():
             return
         await self.answer_lines()

@@ -340,6 +340,7 @@ async def test_a_gateway_whose_clock_is_wrong_ends_and_deletes_nothing(
     """All deadlines are told by the broker's clock: of batches, files and keys."""
     leases = set[bytes | None]()
     monkeypatch.setattr("api.jobs.batch_run.WINDOW", 4)
+    monkeypatch.setattr(batch_run, "POLL_S", 0.05)
 
     async def looked_again() -> bool:
         names = ["leased_until_ms", "status"]
@@ -355,10 +356,12 @@ async def test_a_gateway_whose_clock_is_wrong_ends_and_deletes_nothing(
         "files": {"file": ("in.jsonl", jsonl(chat_line(number) for number in range(9)))},
         "data": {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"},
     }
-    async with answering(broker.url, answer, files_dir=str(tmp_path)) as (worker, _, http):
+    async with answering(broker.url, answer, files_dir=str(tmp_path)) as (worker, gateway, http):
         worker.most_tokens = 0
         file = (await http.post("/v1/files", **sent)).json()
         body = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "1h"}
+        gateway.keys.was_read.clear()  # as before they are read for the first time
+        gateway.keys.by_id, gateway.keys.seen = {}, None
         batch = (await http.post("/v1/batches", json=body, headers=bearer(key))).json()
         await wait_until(lambda: len(worker.seen) == 4)
         monkeypatch.setattr(time, "time", lambda: time.monotonic() - began_s + true_s + 7200)
