@@ -18,7 +18,7 @@ from torch import nn
 from common.process import machine
 from gpu_worker.engine.cpu import native
 from gpu_worker.engine.cpu.weight_store import HUGE_BYTES, WeightStore, private_memory
-from gpu_worker.engine.quantization.blocks import Blocks, FindBlocks, no_blocks
+from gpu_worker.engine.quantization.blocks import LARGEST_BLOCK, Blocks, FindBlocks, no_blocks
 
 log = logging.getLogger(__name__)
 
@@ -298,7 +298,7 @@ def pack_linear(
     """`blocks` and `plain` as in NativeLinear; without blocks, weights are always plain."""
     library, dtype = native.library(), linear.weight.dtype
     if library and linear.in_features % 2 == 0 and multiplies_correctly(library, dtype):
-        blocks = blocks if blocks and blocks.are_in_turn else None
+        blocks = blocks if blocks and blocks.are_in_turn and LARGEST_BLOCK % blocks.size == 0 else None
         plain &= library.tf_block_rows(native.TYPE_CODES[dtype]) < native.ANY_ROWS
         return NativeLinear(linear, library, whole, pages, blocks, plain or blocks is None)
     if torch.backends.mkldnn.is_available() and dtype in ONEDNN_DTYPES:  # type: ignore[no-untyped-call]

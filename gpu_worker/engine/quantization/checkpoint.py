@@ -181,8 +181,10 @@ def read_bnb4(fields: Fields, config: Config) -> Weight:
         factors = factors + state["nested_offset"]
     codes, shape, size = fields["weight.quant_map"].float(), state["shape"], state["blocksize"]
     quants = quants[: torch.Size(shape).numel()]
-    if len(shape) == 2 and shape[1] % size == 0 and size % SMALLEST_BLOCK == 0:
-        return Blocks(quants.view(shape), factors.float().view(shape[0], -1), None, codes)
+    width = math.gcd(size, LARGEST_BLOCK)
+    if len(shape) == 2 and shape[1] % size == 0 and width >= SMALLEST_BLOCK:
+        scales = factors.float().view(shape[0], -1).repeat_interleave(size // width, 1)
+        return Blocks(quants.view(shape), scales, None, codes)
     return scaled(codes[quants.long()], factors.float(), size).view(shape)
 
 

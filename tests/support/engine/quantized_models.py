@@ -161,14 +161,14 @@ def bnb8(weight: torch.Tensor) -> Written:
     return fields, quants.float() * (largest[:, None] / 127)
 
 
-def bnb4(nested: bool) -> Write:
-    """The first of two quants in the upper half of a byte; absmax in 8 bits where `nested`."""
+def bnb4(nested: bool, size: int = 64) -> Write:
+    """The first of two quants in the upper half of a byte; absmax of `size` weights; of 8 bits if nested."""
 
     def write(weight: torch.Tensor) -> Written:
-        parts = weight.view(-1, 64)
+        parts = weight.view(-1, size)
         factors = parts.abs().amax(1)
         fields = {"weight.quant_map": NF4, "weight.absmax": factors}
-        state = {"quant_type": "nf4", "blocksize": 64, "dtype": "float16", "shape": list(weight.shape)}
+        state = {"quant_type": "nf4", "blocksize": size, "dtype": "float16", "shape": list(weight.shape)}
         if nested:
             table, offset = torch.linspace(-1, 1, 256), factors.mean().item()
             scale = (factors - offset).abs().amax()

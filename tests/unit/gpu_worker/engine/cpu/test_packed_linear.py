@@ -114,6 +114,13 @@ def test_weights_in_blocks_give_the_bits_of_plain_weights(
         assert torch.equal(alone(rows), plain(rows)) and torch.equal(beside(rows), plain(rows))
 
 
+def test_blocks_larger_than_kernels_take_are_not_used(library: Any) -> None:
+    """They would be expanded beyond the kernels' memory."""
+    linear, blocks = nn.Linear(320, 100), random_blocks(4, 320, False, torch.float32)
+    packed = packed_linear.pack_linear(linear, False, LargePages(), blocks, plain=False)
+    assert getattr(packed, "blocks", None) is None
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("size", [16, 32, 64])
 @pytest.mark.parametrize("more", ["offsets", ""])

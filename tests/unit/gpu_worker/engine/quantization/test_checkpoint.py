@@ -10,10 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gpu_worker.engine.quantization.checkpoint import find_packed, read_tensors, refuse_compressed
+from gpu_worker.engine.quantization.blocks import LARGEST_BLOCK, Blocks
+from gpu_worker.engine.quantization.checkpoint import (
+    find_packed,
+    read_bnb4,
+    read_tensors,
+    refuse_compressed,
+    widen,
+)
 from gpu_worker.protocol import UnservableModel
 from tests.support.engine import quantized_models
-from tests.support.engine.quantized_models import FORMATS
+from tests.support.engine.quantized_models import FORMATS, bnb4
 
 
 def test_blocks_of_several_sizes_are_refused() -> None:
@@ -73,3 +80,12 @@ def test_a_damaged_layer_is_named(form: str, field: str, damage: Any, tmp_path: 
         stored = read_tensors(tmp_path, config)[f"{layer}.weight"]
         stored.get_shape()
         stored[...]
+
+
+@pytest.mark.parametrize("size", [64, 256, 4096])
+def test_blocks_of_bitsandbytes_are_as_large_as_kernels_take(size: int) -> None:
+    """The same numbers, also of many rows and of blocks that hold several of the kernels'."""
+    fields, weight = bnb4(nested=False, size=size)(torch.randn(16, 4096))
+    blocks = read_bnb4(fields, {})
+    assert isinstance(blocks, Blocks) and blocks.size == min(size, LARGEST_BLOCK)
+    assert torch.equal(widen(blocks), weight)
