@@ -12,6 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+import llguidance
+from tokenizers import Tokenizer, models
+
 from api.event_loop import LONG_SIZE
 from api.prompts.chat_template import ChatTemplate, ControlTexts, PlainCopy, Rendered, control_texts
 from api.prompts.picture_layouts import read_layout
@@ -103,6 +106,7 @@ class ModelTokenizer:
         budget: shared by all tokenizers of this gateway.
         starting_ids: ids that follow a prompt and start the decoder, of an encoder-decoder model.
         pictures: how pictures stand in prompts; None for models that see none.
+        takes_grammars: whether workers can follow grammars.
     """
 
     def __init__(self, settings: Settings, budget: TextBudget | None = None) -> None:
@@ -119,6 +123,7 @@ class ModelTokenizer:
         self.ending_ids = frozenset(model_files.eos_ids(path, own_path))
         self.controls = ControlTexts() if settings.control_tokens_in_messages else control_texts(backend)
         self.plain = cache(lambda: PlainCopy(backend))
+        self.takes_grammars = takes_grammars(backend)
         self.pictures = read_layout(path, own_path)
         inline = self.pictures.inline if self.pictures else None
         self.chat_template = ChatTemplate.load(
@@ -193,6 +198,18 @@ class ModelTokenizer:
         """Ids of a word at the start of a text and after a space; each spelling once."""
         found = [self.encode(text, add_special_tokens=False) for text in (word.lstrip(), f" {word.lstrip()}")]
         return [ids for i, ids in enumerate(found) if ids and ids not in found[:i]]
+
+
+def takes_grammars(backend: Tokenizer) -> bool:
+    """Whether llguidance reads a tokenizer, by how it writes the bytes of tokens."""
+    tokenizer = Tokenizer(models.BPE({"a": 0}, []))
+    if backend.decoder is not None:
+        tokenizer.decoder = backend.decoder
+    try:
+        llguidance.LLTokenizer(tokenizer.to_str())
+    except ValueError:
+        return False
+    return True
 
 
 def load_sampling_defaults(path: Path, settings: Settings) -> dict[str, Any]:

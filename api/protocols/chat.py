@@ -609,7 +609,8 @@ async def read_chat(body: ChatRequest, pool: Pool) -> GenerationParams:
     prompt = await offload(size, lambda: render_prompt(body, tools, continues, tokenizer))
     asked = body.grammar()
     reading = None if continues else new_reading(body, asked, pool, tools, prompt.text[-PROMPT_END_CHARS:])
-    may_force = tools is None or tools.is_promised or not pool.settings.disable_grammar_support
+    can_force = tokenizer.takes_grammars and not pool.settings.disable_grammar_support
+    may_force = tools is None or tools.is_promised or can_force
     rendering = body.rendering(asked, reading=reading, logprobs=bool(body.logprobs))
     last, newer, prefix = body.messages[-1], body.max_completion_tokens, ""
     if body.echo and last.role == "assistant":  # the message that the model continues

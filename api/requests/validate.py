@@ -247,6 +247,8 @@ async def make_requests(
     if (grammar := params.grammar) is not None:
         if limits.settings.disable_grammar_support:
             raise invalid(f"`{grammar.field}` is turned off here (DISABLE_GRAMMAR_SUPPORT)")
+        if not tokenizer.takes_grammars:
+            raise invalid(f"`{grammar.field}` is not served with this model, whose tokens are not bytes")
         own["grammar"] = await compile_grammar(grammar, tokenizer)
     if params.watermark:
         settings = limits.settings

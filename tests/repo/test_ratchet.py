@@ -13,12 +13,12 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (12_459, 24_142),
+    "api": (12_473, 24_162),
     "batcher": (2_794, 4_816),
-    "gpu_worker": (10_793, 20_501),
+    "gpu_worker": (10_808, 20_519),
     "common": (3_728, 7_446),
     "deploy": (2_497, 4_325),
-    "tests": (29_324, 51_146),
+    "tests": (29_372, 51_240),
     "benchmarks": (2_561, 4_302),
 }
 MOST_WORDS_OF_DOCS = 21_819

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from copy import copy
 from dataclasses import dataclass
+from itertools import takewhile
 
 import llguidance
 import numpy as np
@@ -87,13 +88,14 @@ class GrammarMask:
 
     Attributes:
         compiled: llguidance's matcher, once it is compiled. If it has an error, every token fails the row.
+        vocab_size: of the model; its tokenizer may have more tokens.
         bits: the tokens that may come next, at least one: bit t % 32 of word t // 32. None allows all: the
             matcher has an error, or `Matchers` has yet to compute them.
         following: a token, and the copy of this matcher that has taken that token, too.
     """
 
     compiled: "Future[llguidance.LLMatcher]"
-    num_words: int
+    vocab_size: int
     bits: Bits | None = None
     following: "tuple[int, GrammarMask] | None" = None
 
@@ -123,7 +125,7 @@ class GrammarMask:
         """An independent copy."""
         copied: Future[llguidance.LLMatcher] = Future()
         copied.set_result(self.compiled.result().deep_copy())
-        return GrammarMask(copied, self.num_words)
+        return GrammarMask(copied, self.vocab_size)
 
     def after(self, token: int) -> "GrammarMask":
         """A copy that has taken one more token."""
@@ -141,7 +143,7 @@ class GrammarMask:
         special token becomes that token: these the grammar does not accept.
         """
         state = self.compiled.result()
-        tokens = state.compute_ff_tokens()[:most]
+        tokens = list(takewhile(self.vocab_size.__gt__, state.compute_ff_tokens()[:most]))
         return tokens[: state.validate_tokens(tokens)] if tokens else []
 
     def num_allowed(self, tokens: Sequence[int]) -> int:

@@ -2,6 +2,7 @@
 allowed ids.
 """
 
+import logging
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from functools import cached_property
@@ -13,6 +14,7 @@ import numpy as np
 from common.process import machine
 from gpu_worker.engine.batch.sampling_state import Bits, GrammarMask, SampleRequest, SamplingState
 from gpu_worker.engine.side_threads import SideThread, SideThreads
+from gpu_worker.protocol import first_line
 
 WORD_BITS = 32
 COMPILER_STACK_BYTES = 128 * 2**20
@@ -21,6 +23,10 @@ leave it unused.
 """
 MAX_PLAIN_BYTES = 64
 """Bytes of a forced text in which its first token is looked for."""
+NO_VOCABULARY = llguidance.LLTokenizer("byte")
+"""That of a model whose tokenizer llguidance cannot read: each matcher has an error then."""
+
+log = logging.getLogger(__name__)
 
 
 def mask_of(state: SamplingState, vocab_size: int) -> Bits | None:
@@ -66,12 +72,18 @@ class Matchers:
 
     @cached_property
     def vocabulary(self) -> llguidance.LLTokenizer:
-        """The model's vocabulary as a trie. To build it takes half a second, with the interpreter's lock
-        held.
+        """The model's vocabulary as a trie, with all tokens of a tokenizer that is larger than the model. To
+        build it takes half a second, with the interpreter's lock held. NO_VOCABULARY where llguidance cannot
+        read the tokenizer.
         """
-        return llguidance.LLTokenizer(
-            str(self.directory / "tokenizer.json"), n_vocab=self.vocab_size, eos_token=self.eos_ids or None
-        )
+        file, cause = str(self.directory / "tokenizer.json"), ""
+        for size in (self.vocab_size, None):
+            try:
+                return llguidance.LLTokenizer(file, n_vocab=size, eos_token=self.eos_ids or None)
+            except ValueError as error:
+                cause = first_line(error)
+        log.warning("rows with grammars fail: llguidance cannot read %s: %s", file, cause)
+        return NO_VOCABULARY
 
     @cached_property
     def executor(self) -> llguidance.LLExecutor:
@@ -88,10 +100,12 @@ class Matchers:
         compiled = self.compiler.submit(self.compile, source, list(tokens))
         if self.waits:
             compiled.result()
-        return GrammarMask(compiled, num_words(self.vocab_size))
+        return GrammarMask(compiled, self.vocab_size)
 
     def compile(self, source: str, tokens: list[int]) -> llguidance.LLMatcher:
-        matcher = llguidance.LLMatcher(self.vocabulary, source, log_level=0)
+        vocabulary = self.vocabulary
+        source = source if vocabulary is not NO_VOCABULARY else ""
+        matcher = llguidance.LLMatcher(vocabulary, source, log_level=0)
         matcher.consume_tokens(tokens)
         return matcher
 
@@ -109,7 +123,7 @@ class Matchers:
             self.compute(matchers)
 
     def compute(self, matchers: Sequence[GrammarMask]) -> None:
-        bits = np.empty((len(matchers), matchers[0].num_words), np.int32)
+        bits = np.empty((len(matchers), num_words(self.vocabulary.vocab_size)), np.int32)
         states = [matcher.compiled.result() for matcher in matchers]
         plain = [plain_token(self.vocabulary, state) for state in states]
         self.executor.unsafe_compute_mask_ptr(

@@ -13,9 +13,10 @@ from api.errors import anthropic, invalid, openai, tgi
 from api.protocols.table import protocol_at
 from deploy.launcher.embedded_broker import Broker
 from tests.support.answers import CHAT as ONE_TURN
+from tests.support.answers import post
 from tests.support.fleet.gateways import answering
 from tests.support.fleet.scripted_worker import Answer
-from tests.support.tokenizer import IM_END, ids, model_tokenizer
+from tests.support.tokenizer import IM_END, ids, model_tokenizer, tokenizer_with
 
 Rows = list[tuple[dict[str, Any], str, str]]
 """Fields beside those that would be served; the field that the error names, and words of the error."""
@@ -340,3 +341,22 @@ async def test_what_cannot_be_served_is_refused_by_name(
                 if row.error in (openai, anthropic) and not {"stream", "stream_options"} & {*fields}:
                     await refused(client, path, body | {"stream": True}, name, words)
         assert not worker.seen
+
+
+async def test_where_tokens_are_not_bytes_no_grammar_is_served(broker: Broker) -> None:
+    """Tools that a model may call are, unforced."""
+    async with answering(broker.url, Answer(ids("x")), tool_call_parser="hermes") as (
+        worker,
+        gateway,
+        client,
+    ):
+        gateway.pool.tokenizer = tokenizer_with(takes_grammars=False)
+        with_tools, path = ONE_TURN | {"tools": [FUNCTION]}, "/v1/chat/completions"
+        await post(client, path, with_tools)
+        [seen] = worker.seen
+        assert seen.sampling is None or not seen.sampling.grammar
+        words = "is not served with this model"
+        json_object = {"response_format": {"type": "json_object"}}
+        await refused(client, path, ONE_TURN | json_object, "response_format", words)
+        await refused(client, path, with_tools | {"tool_choice": "required"}, "tools", words)
+        assert len(worker.seen) == 1

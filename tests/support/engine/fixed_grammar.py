@@ -12,7 +12,7 @@ class FixedGrammar(GrammarMask):
     """Accepts every token, and never ends a row; `bits` is its mask."""
 
     compiled: Any = None
-    num_words: int = 0
+    vocab_size: int = 0
 
     @property
     def is_ready(self) -> bool:

@@ -27,7 +27,7 @@ from api.prompts.chat_template import (
     Rendered,
     rendered_text,
 )
-from api.prompts.tokenizer import SHORT_BYTES, TextBudget
+from api.prompts.tokenizer import SHORT_BYTES, TextBudget, takes_grammars
 from common import model_files
 from common.settings.settings import SettingError
 from tests.support.tokenizer import IM_END, TOKENIZER, model_tokenizer
@@ -500,6 +500,25 @@ CUT = [
     composed(bpe(unk_token="é"), normalizers.Replace(Regex("a+"), "a")),
     with_token(AddedToken("<s>", rstrip=True)),
 ]
+
+
+@pytest.mark.parametrize(
+    ("decoder", "takes"),
+    [
+        (decoders.ByteLevel(), True),
+        (decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]), True),
+        (decoders.Metaspace(), False),
+        (decoders.WordPiece(), False),
+        (decoders.BPEDecoder(), False),
+        (None, False),
+    ],
+    ids=str,
+)
+def test_grammars_need_tokens_of_bytes(decoder: Any, takes: bool) -> None:
+    tokenizer = bpe()
+    if decoder:
+        tokenizer.decoder = decoder
+    assert takes_grammars(tokenizer) == takes
 
 
 @pytest.mark.parametrize("tokenizer", CUT)

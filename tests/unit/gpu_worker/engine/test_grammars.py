@@ -5,6 +5,7 @@ tokens come in one step.
 import json
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -15,9 +16,10 @@ from api.grammar.compile import Grammar, compile_unchecked
 from common import model_files
 from common.messages.request import SamplingParams
 from gpu_worker.engine.engine import Engine
+from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import AHEAD, Player, player
 from tests.support.engine.reference import prompt_ids, reference_ids
-from tests.support.engine.tiny_engine import BATCHED, check_ways, play_rows
+from tests.support.engine.tiny_engine import BATCHED, check_ways, engine_of, play_rows
 from tests.support.prompts import FEW, PROMPTS
 
 MAX_TOKENS = 120
@@ -173,3 +175,33 @@ def test_forced_tokens_come_in_one_step(engine: Engine) -> None:
     played.run([played.start(0, prompt, MAX_FORCED, sampling=SAMPLING[0])])
     counts = [step.num_samples for step in played.steps if step.num_samples]
     assert max(counts) >= 9 and sum(counts) == len(played.ids[0])
+
+
+NUM_TOKENS = 259
+"""Of the tokenizer of bytes, whose last token is an empty line."""
+
+
+@pytest.mark.parametrize("missing", [0, 1, 40])
+def test_tokens_that_the_model_lacks_are_never_sampled(missing: int, tmp_path: Path) -> None:
+    """A tokenizer may have more tokens than the model: the text is written in others."""
+    text, sizes = "a\n\nb", tiny_models.LLAMA | {"vocab_size": NUM_TOKENS - missing, "eos_token_id": 1}
+    engine = engine_of(tiny_models.save_with_bytes(tmp_path, "Llama", sizes))
+    engine.matchers.waits, guided = True, player(engine)
+    sampling = grammar(compile_unchecked(Grammar("choice", json.dumps([text]), "f")), temperature=1.0, seed=1)
+    ids = guided.run([guided.start(row, [5, 6], 20, sampling=sampling) for row in range(2)])
+    assert max(ids[0]) < NUM_TOKENS - missing and guided.ended[0][0] == "eos_token"
+    assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).decode(ids[0][:-1]) == text
+
+
+def test_where_the_tokenizer_cannot_be_read_a_row_with_a_grammar_fails_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Fresh or resumed. It is read once."""
+    tiny_models.save(tmp_path, "Llama", tiny_models.LLAMA)
+    engine = engine_of(tmp_path)
+    engine.prepare()
+    engine.matchers.waits, guided, prompt = True, player(engine), [5, 6, 7]
+    starts = [guided.start(row, [*prompt, *range(row)], 9, row, sampling=grammar(REGEX)) for row in range(2)]
+    ids = guided.run([*starts, guided.start(2, prompt, 9, ignore_eos=True)])
+    assert [guided.ended[row] for row in range(3)] == [("grammar", 0), ("grammar", 1), ("length", 9)]
+    assert len(ids[2]) == 9 and caplog.text.count("llguidance cannot read") == 1
