@@ -28,7 +28,6 @@ from api.protocols.tgi import COMPAT_GENERATE, GENERATE, GENERATE_STREAM, INVOCA
 from api.requests.fields import Strict
 from api.requests.metrics import ARRIVED_S
 from api.requests.pool import Pool, Target
-from api.requests.request_scripts import make_room
 from api.requests.service_terms import answer_id, own_pool, pools_of, read_service, read_terms
 from api.streams.http_response import Reader, respond
 from api.webhooks import check_room, with_webhook
@@ -72,12 +71,9 @@ async def serve_on(
         pool, route, answer_id(request), in_frames, target.shown, created_s, adapter, request=request
     )
     answer = with_terms(protocol, request, parsed, context, await protocol.read(parsed, context))
-    if is_stored(answer) or answer.terms.body:  # there must be room for those that are kept for ANSWER_TTL_S
-        names = [choice.request_id for choice in answer.choices()]
-        await make_room(pool.client, pool.settings, names, answer.terms.kept_s)
     if answer.requests[0].webhook:
         await check_room(pool.client)
-    reader = Reader(pool, answer, await pool.submit_all(answer))
+    reader = Reader(pool, answer, await pool.submit_all(answer, is_stored(answer)))
     compute_type = pool.settings.compute_type
     headers = {"x-compute-type": compute_type} if compute_type else {}
     headers |= {"x-compute-characters": str(answer.num_chars), **reader.streams[-1].limit_headers}

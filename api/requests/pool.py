@@ -231,9 +231,12 @@ class Pool:
             self.workers.check()
         await self.batcher.check_grace()
 
-    async def submit_all(self, answer: HttpAnswer) -> list[Stream]:
+    async def submit_all(self, answer: HttpAnswer, is_stored: bool) -> list[Stream]:
         """Admit the requests of all choices or none; the answer is kept with the first one. Raises ApiError
         as `submit`, and Repeated if there is an answer already.
+
+        Args:
+            is_stored: it is a stored response, which counts among MAX_STORED as answers that may be repeated.
         """
         key_id, number = answer.requests[0].key_id, len(answer.requests)
         key = self.keys.named(key_id) if key_id else None
@@ -253,6 +256,9 @@ class Pool:
                     streams.append(stream)
                 else:  # the others may be missing: a gateway died while it admitted them
                     is_repeated = True
+            if is_stored or may_repeat:  # not before: a refused request must not take the place of an answer
+                names = [stream.request.request_id for stream in streams]
+                await request_scripts.count_stored(self.client, self.settings, names, answer.terms.kept_s)
         except BaseException:
             for stream in streams:
                 self.release(stream, 0, AnswerTerms())

@@ -614,15 +614,25 @@ async def test_a_key_belongs_to_its_tenant_and_has_a_form(broker: Broker) -> Non
 async def test_kept_answers_are_bounded_and_expire(
     broker: Broker, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Only answers of admitted requests take the place of older ones."""
     monkeypatch.setattr("api.requests.request_scripts.MAX_STORED", 2)
-    async with answering(broker.url, Answer(ids(" one")), answer_ttl_s=7200) as (worker, _, client):
+    settings = {"answer_ttl_s": 7200, "max_concurrent_requests": 1}
+    async with answering(broker.url, Answer(ids(" one")), **settings) as (worker, _, client):
         for number in range(4):
             await client.post("/generate", json=PLAIN, headers=keyed(str(number)))
         kept = await redis.keys(Keys("default").request("*"))
         assert len(kept) == 2
         assert [7_000 < await redis.ttl(key) <= 7_200 for key in kept] == [True, True]
+        await worker.pause()
+        waiting = asyncio.create_task(client.post("/generate", json=PLAIN))
+        await wait_until(lambda: redis.xlen(worker.keys.requests))
+        for number in range(4, 7):
+            refused = await client.post("/generate", json=PLAIN, headers=keyed(str(number)))
+            assert refused.status_code == 429
+        worker.going.set()
+        await waiting
         newest, oldest = [
             await client.post("/generate", json=PLAIN, headers=keyed(number)) for number in ("3", "0")
         ]
         assert "idempotency-replayed" in newest.headers and "idempotency-replayed" not in oldest.headers
-        assert len(worker.seen) == 5
+        assert len(worker.seen) == 6
