@@ -30,7 +30,7 @@ from typing import Any
 import llguidance
 import setproctitle
 
-from api.errors import ApiError, cut, internal_error, invalid, not_one_of
+from api.errors import ApiError, cut, internal_error, invalid, not_one_of, unavailable
 from api.grammar.lark import WHITESPACE, Lark, SpecialIds, enforced, literal, to_lark
 from api.json import parse_text
 from api.prompts.tokenizer import ModelTokenizer
@@ -40,6 +40,8 @@ STACK_BYTES = 64 * 2**20
 MEMORY_BYTES = 2**30
 CPU_S = 10
 """Processor time of one compilation; a schema of a few hundred definitions takes some 0.1 s."""
+OF_LIMITS = (signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV, signal.SIGXCPU)
+"""Signals that end a compilation beyond a limit."""
 LIMITS = f"{CPU_S} s, {MEMORY_BYTES >> 20} MiB of memory or {STACK_BYTES >> 20} MiB of stack"
 MAX_GRAMMAR_BYTES = 256 * 1024
 ANY_OBJECT = '{"type": "object"}'
@@ -310,20 +312,25 @@ def start() -> tuple["subprocess.Popen[bytes]", Connection]:
 
 @functools.lru_cache(maxsize=256)
 def outcome(field: str, work: Callable[..., str], args: tuple[Any, ...]) -> str | tuple[str, str | None]:
-    """What `work` returns, or text and field of its ApiError."""
-    if start()[0].poll() is not None:
-        start.cache_clear()
-    process, connection = start()
-    try:
-        connection.send((work, args))
-        answer: str | tuple[str, str | None] = connection.recv()
-    except (EOFError, OSError):
-        connection.close()
+    """What `work` returns, or text and field of its ApiError. Raises ApiError (503) if the process was killed
+    each time, whatever it compiled.
+    """
+    for _ in range(2):
+        if start()[0].poll() is not None:
+            start.cache_clear()
+        process, connection = start()
+        try:
+            connection.send((work, args))
+            answer: str | tuple[str, str | None] = connection.recv()
+        except (EOFError, OSError):
+            connection.close()
+        else:
+            return answer
         if (status := process.wait()) >= 0:  # not by a signal
-            raise internal_error(f"The compiler of grammars has failed with status {status}") from None
-        error = cannot_compile(field, f"it takes more than {LIMITS}")
-        return error.text, field
-    return answer
+            raise internal_error(f"The compiler of grammars has failed with status {status}")
+        if -status in OF_LIMITS:
+            return cannot_compile(field, f"it takes more than {LIMITS}").text, field
+    raise unavailable("the compiler of grammars was killed")
 
 
 async def run_apart(field: str, work: Callable[..., str], *args: Any) -> str:

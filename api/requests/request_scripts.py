@@ -289,8 +289,8 @@ def address(settings: Settings, gateway: str, request: Generate, answer: HttpAns
 async def count_stored(
     client: PoolClient, settings: Settings, request_ids: Iterable[str], kept_s: float
 ) -> None:
-    """Count admitted requests whose answer will be kept for `kept_s` after its end, and delete the oldest ones beyond
-    MAX_STORED. One that has not ended stays until it expires. Raises ApiError (503).
+    """Count admitted requests whose answer will be kept for `kept_s` after its end, and delete the oldest
+    ones beyond MAX_STORED. One that has not ended stays until it expires. Raises ApiError (503).
     """
     ttl_s = round(kept_s + settings.request_timeout_s)
     async with asking_broker():

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -120,6 +121,17 @@ async def test_a_grammar_that_ends_its_compiler_is_refused_and_the_next_is_compi
             await run_apart("f", crash, 0)
         assert (refusal.value.status, refusal.value.param) == (422, "f")
         assert await compile_grammar(Grammar("regex", f"a{id(refusal)}", "f"))
+
+
+async def test_a_grammar_whose_compiler_is_killed_by_others_is_compiled_by_the_next(tmp_path: Path) -> None:
+    """Where memory is short the kernel kills the compiler first. No grammar is refused for that."""
+    place = f"__import__('pathlib').Path({str(tmp_path / 'tried')!r})"
+    killed = "__import__('os').kill(__import__('os').getpid(), 9)"
+    assert await run_apart("f", eval, f"'compiled' if {place}.exists() else {place}.touch() or {killed}")
+    for _ in range(2):
+        with pytest.raises(ApiError, match="the compiler of grammars was killed") as refusal:
+            await run_apart("f", eval, killed)
+        assert refusal.value.status == 503
 
 
 @pytest.mark.slow
