@@ -47,6 +47,8 @@ OF_ONE_MODEL = (
     "lora_adapters",
 )
 """Settings that belong to MODEL_ID; other models of MODELS have the defaults."""
+SECRETS = ("api_key", "webhook_secret")
+"""Settings whose value is never a word for their default."""
 ENDPOINT = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?")
 
 
@@ -72,7 +74,7 @@ class Settings(SettingFields):
             name: value.text
             for name, value in given.items()
             if name in cls.model_fields
-            if cls.model_fields[name].default is not None or value.text.lower() != "auto"
+            if name in SECRETS or cls.model_fields[name].default is not None or value.text.lower() != "auto"
         }
         with one_line_errors({name: value.name for name, value in given.items()}, texts):
             settings = cls.model_validate(texts)

@@ -404,6 +404,7 @@ def test_flags_of_others_mean_ours(argv: list[str], name: str, value: Any) -> No
 def test_our_own_variable_wins_over_anothers_name_for_it() -> None:
     assert Settings.read([], {"THREADS": "3", "OMP_NUM_THREADS": "2"}).threads == 3
     assert Settings.read([], {"MODEL_ID": "ours", "HF_MODEL_ID": "theirs"}).model_id == "ours"
+    assert Settings.read([], {"VLLM_API_KEY": "auto"}).api_key == "auto"  # no fleet is open for a word
     assert Settings.read(["--max-input-length", "5"], {"MAX_INPUT_TOKENS": "6"}).max_input_tokens == 5
 
 
