@@ -106,6 +106,7 @@ class Keys:
     picture = KeyOf("picture:{digest}", "string", "gateway", "worker")
     picture_holders = KeyOf("picture:{digest}:holders", "sorted set", "gateway")
     pictures = Key("pictures", "sorted set", "gateway")
+    picture_bytes = Key("picture:bytes", "string", "gateway")
     responses = Key("responses", "sorted set", "gateway")
     timeline = Key("timeline", "stream", "batcher", "gateway")
     adapters = Key("adapters", "hash", "gateway batcher worker")

@@ -313,6 +313,17 @@ async def test_a_picture_is_kept_as_long_as_the_last_request_that_holds_it(redis
     assert 0 < await redis.pttl(KEYS.pictures) <= LINGER_MS
 
 
+async def test_pictures_that_have_expired_or_were_lost_take_no_room(redis: Redis) -> None:
+    assert [await keep(redis, name, b"red", 6) for name in "abc"] == ["kept", "kept", "full"]
+    await redis.zadd(KEYS.pictures, {"a 3": 1})
+    await redis.delete(KEYS.picture("a"))
+    assert [await keep(redis, name, b"red", 6) for name in "cd"] == ["kept", "full"]
+    assert int(await redis.get(KEYS.picture_bytes)) == 6
+    await redis.delete(KEYS.picture("b"))
+    assert await keep(redis, "b", b"red", 9) == "kept"
+    assert await keep(redis, "d", b"red", 9) == "kept"  # b, once lost, counts once
+
+
 async def test_a_request_holds_all_of_its_pictures_or_none(redis: Redis) -> None:
     await keep(redis, "a", b"red")
     assert not await run_script(redis, hold_pictures(KEYS, "r1", ["a", "lost"], life_ms=99_000))
