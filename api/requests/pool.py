@@ -336,7 +336,8 @@ class Pool:
                 await self.client.redis.connection_pool.disconnect(inuse_connections=False)
                 reply = await self.client.run(call)
         if reply.outcome not in ("admitted", "attached"):
-            await self.let_go(request)
+            if reply.outcome != "conflict":  # the other request with this id holds its pictures
+                await self.let_go(request)
             raise not_admitted(reply, request, charge, self.client.clock.now_s())
         self.relay.note_admitted(stream)
         if charge is not None:
@@ -390,32 +391,38 @@ class Pool:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(None if goes_on_s == math.inf else goes_on_s):
                     await stream.ended.wait()
-            if stream.ended_here or not stream.terminal:
-                await self.cancel(stream.request.request_id, reader)
+            end, request = stream.terminal, stream.request
+            if stream.ended_here or not end:
+                is_last_reader = await self.cancel(request.request_id, reader, request.digest)
+            else:
+                is_last_reader = await self.is_reader(request.request_id, reader)
             if not had_ended:
-                end = stream.terminal
                 reason = (end.error_type or end.reason) if end else "cancelled"
-                log.info("request %s: %s after its client had left", stream.request.request_id, reason)
-            if not (had_ended or stream.request.gateway):
+                log.info("request %s: %s after its client had left", request.request_id, reason)
+            if is_last_reader and not had_ended:
                 metrics.count_stream(stream, self.workers.limits)
-            await self.let_go(stream.request)
+            if is_last_reader:
+                await self.let_go(request)
         finally:
             self.relay.release(stream)
 
     async def cleanup(self, stream: Stream, reader: int) -> None:
         stream.released = True
-        request_id = stream.request.request_id
-        forget = request_scripts.forget(self.client.keys, request_id, reader=reader)
+        request = stream.request
+        forget = request_scripts.forget(self.client.keys, request, reader=reader)
         try:
             async with asyncio.timeout(CLEANUP_TIMEOUT_S):
-                if (stream.ended_here or not stream.terminal) and await self.cancel(request_id, reader):
+                is_over = stream.terminal is not None and not stream.ended_here
+                if not is_over and await self.cancel(request.request_id, reader, request.digest):
                     self.relay.note_admitted(stream)
                     await stream.ended.wait()
-                await self.retry_forever(lambda: self.client.run(forget))
-                await self.let_go(stream.request)
+                if await self.retry_forever(lambda: self.client.run(forget)):
+                    await self.let_go(request)
         except TimeoutError:
             log.warning(
-                "request %s: it did not end within %.0f s of its cancel", request_id, CLEANUP_TIMEOUT_S
+                "request %s: it did not end within %.0f s of its cancel",
+                request.request_id,
+                CLEANUP_TIMEOUT_S,
             )
         finally:
             self.relay.release(stream)
@@ -426,11 +433,16 @@ class Pool:
             with contextlib.suppress(*ERRORS):
                 await self.pictures.let_go(request)
 
-    async def cancel(self, request_id: str, reader: int | None = None) -> bool:
+    async def is_reader(self, request_id: str, reader: int) -> bool:
+        """Whether a request has no newer reader."""
+        redis, key = self.client.redis, self.client.keys.request(request_id)
+        return int(await self.retry_forever(lambda: redis.hget(key, "reader")) or 0) == reader  # type: ignore[arg-type, return-value]
+
+    async def cancel(self, request_id: str, reader: int | None = None, digest: str = "") -> bool:
         """Cancel a request, however long the broker is away. Returns False if the request has ended, is not
-        known, or has another reader than the one that is given.
+        known, or has another reader or digest than those that are given.
         """
-        return await self.retry_forever(lambda: cancel_request(self.client, request_id, reader))
+        return await self.retry_forever(lambda: cancel_request(self.client, request_id, reader, digest))
 
     def end_requests(self, key_ids: Collection[str]) -> None:
         """End the streams of API keys that count no more, and in the background cancel their live requests at

@@ -252,12 +252,14 @@ return {'kept'}
 -- Cancel a request: a flag that `publish_plan` checks, and one message to the batcher, which trims what it
 -- read. The message is sent even without `request`: the batcher may know a request that the broker has lost.
 -- KEYS request, control
--- ARGV payload, reader
--- `reader`: the number of the reader that is gone, 0 for the first, or '' for any reader.
--- Returns 1, or 0 when the request is not known, has its terminal or has another reader.
+-- ARGV payload, reader, digest
+-- `reader`: the number of the reader that is gone, 0 for the first, or '' for any reader. `digest`: of what it
+-- read, or '' for any: a repetition that was not admitted has the same id.
+-- Returns 1, or 0 when the request is not known, has its terminal, has another reader or is another one.
 local known = redis.call('TYPE', request).ok == 'hash'
 if known and redis.call('HEXISTS', request, 'terminal') == 1 then return 0 end
 if known and reader ~= '' and (redis.call('HGET', request, 'reader') or '0') ~= reader then return 0 end
+if known and digest ~= '' and redis.call('HGET', request, 'digest') ~= digest then return 0 end
 if known and redis.call('HSET', request, 'cancel', 1) == 0 then return 1 end
 redis.call('XADD', control, '*', 'cancel', payload)
 return known and 1 or 0
@@ -291,13 +293,14 @@ end
 return {'attached', reader, digests}
 
 --- forget
--- Delete a request that was answered, unless it has another reader.
+-- Delete a request that was answered, unless it has another reader or is another one.
 -- KEYS request, tokens, logits
--- ARGV reader
--- `reader`: its number, 0 for the first.
--- Returns 1, or 0 when it has another reader.
-if redis.call('TYPE', request).ok == 'hash' and (redis.call('HGET', request, 'reader') or '0') ~= reader then
-  return 0
+-- ARGV reader, digest
+-- `reader`: its number, 0 for the first. `digest`: as in `cancel`.
+-- Returns 1, or 0 when it has another reader or is another one.
+if redis.call('TYPE', request).ok == 'hash' then
+  if (redis.call('HGET', request, 'reader') or '0') ~= reader then return 0 end
+  if digest ~= '' and redis.call('HGET', request, 'digest') ~= digest then return 0 end
 end
 redis.call('DEL', request, tokens, logits)
 return 1

@@ -198,11 +198,14 @@ def offer(
     )
 
 
-async def cancel_request(pool: PoolClient, request_id: str, reader: int | None = None) -> bool:
-    """Cancel a request; with `reader`, only if that is its reader. Return False if it has ended, is not known
-    or has another reader.
+async def cancel_request(
+    pool: PoolClient, request_id: str, reader: int | None = None, digest: str = ""
+) -> bool:
+    """Cancel a request; with `reader` and `digest`, only if they are its own. Return False if they are not,
+    or if it has ended or is not known.
     """
-    args: Args = {"payload": encode(Cancel(request_id, "client")), "reader": "" if reader is None else reader}
+    payload, number = encode(Cancel(request_id, "client")), "" if reader is None else reader
+    args: Args = {"payload": payload, "reader": number, "digest": digest}
     return await pool.run(call_script("cancel", bool, pool.keys, request_id, args=args))
 
 
@@ -243,9 +246,10 @@ def read_attach_reply(reply: list[Any]) -> AttachReply:
     return AttachReply("attached", reply[1], decode_all(reply[2]))
 
 
-def forget(keys: Keys, request_id: str, *, reader: int) -> ScriptCall[bool]:
-    """Delete a request that was answered. False if it has another reader than this one."""
-    return call_script("forget", bool, keys, request_id, args={"reader": reader})
+def forget(keys: Keys, request: Generate, *, reader: int) -> ScriptCall[bool]:
+    """Delete a request that was answered. False if it has another reader, or its id is another request's."""
+    args: Args = {"reader": reader, "digest": request.digest}
+    return call_script("forget", bool, keys, request.request_id, args=args)
 
 
 # --- address ------------------------------------------------------------------------------------------------

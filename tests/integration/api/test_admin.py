@@ -275,12 +275,13 @@ async def test_failures_are_counted_by_cause(broker: Broker, monkeypatch: pytest
         assert (await client.post("/generate", json=body(max_new_tokens=13))).status_code == 424
         assert (await client.post("/fleet/processes/x/kill")).status_code == 403
         await is_gone(client, worker)
-        await figures.until('tgi_request_failure{err="dropped"}', 1)
+        await is_gone(client, worker, "/generate_stream", resume_s=0.1)
+        await figures.until('tgi_request_failure{err="dropped"}', 2)
         await overload(client, worker)
         await figures.until('tgi_request_failure{err="overloaded"}', 1)
         await figures.until('tgi_request_failure{err="validation"}', 2)
         await figures.until('tgi_request_failure{err="generation"}', 1)
-        await figures.until("tgi_request_count", 6)
+        await figures.until("tgi_request_count", 7)
         crashes = AsyncMock(side_effect=(ZeroDivisionError(), internal_error()))
         monkeypatch.setattr(gateway.pool, "check_admission", crashes)
         for _ in range(2):
@@ -288,17 +289,19 @@ async def test_failures_are_counted_by_cause(broker: Broker, monkeypatch: pytest
         await figures.until('tgi_request_failure{err="generation"}', 3)
 
 
-async def is_gone(client: httpx.AsyncClient, worker: FakeWorker) -> None:
+async def is_gone(
+    client: httpx.AsyncClient, worker: FakeWorker, path: str = "/generate", **fields: Any
+) -> None:
     """Send a request, and disconnect before its answer comes."""
     await worker.pause()
-    posting = asyncio.create_task(client.post("/generate", json=body()))
+    posting = asyncio.create_task(client.post(path, json=body() | fields))
     await wait_until(lambda: worker.redis.xlen(worker.keys.requests))
     num_before = await worker.redis.xlen(worker.keys.control)
     posting.cancel()
     await asyncio.wait([posting])
     await wait_until(lambda: is_longer(worker, num_before))
     worker.going.set()
-    await wait_until(lambda: not worker.live)
+    await wait_for(lambda: worker.redis.xlen(worker.keys.requests), 0)
 
 
 async def is_longer(worker: FakeWorker, num_before: int) -> bool:

@@ -4,6 +4,7 @@ broker keeps while a request that has them lives.
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
+from api.app import Gateway
+from api.errors import ApiError
 from api.prompts.pictures import hold_pictures, keep_picture, let_go_pictures
+from api.streams.stream import new_stream
 from common.broker.lua import run_script
 from common.messages.records import unpack_ids
 from common.messages.request import Generate
@@ -342,11 +346,24 @@ async def test_pictures_live_with_their_requests(broker: Broker, tmp_path: Path)
         digest = worker.seen[0].pictures[0].digest
         assert await worker.redis.zcard(KEYS.picture_holders(digest)) == 2
         assert await left_ms(worker.redis, digest) > 500_000
+        await refuse_repetition(gateway, replace(worker.seen[0], request_id="twice"))
         for task, num_left in zip(tasks, (1, 0), strict=True):
             task.cancel()
             await held_by(num_left, worker, digest)
         assert 0 < await left_ms(worker.redis, digest) <= LINGER_MS
         await wait_until(lambda: not gateway.pool.cleanups)
+
+
+async def refuse_repetition(gateway: Gateway, request: Generate) -> None:
+    """Try to admit a request whose id another one has, at another gateway: that one's pictures stay."""
+    redis, holders = gateway.pool.client.redis, KEYS.picture_holders(request.pictures[0].digest)
+    await redis.hset(KEYS.request("twice"), "digest", "another's")  # type: ignore[misc]
+    await gateway.pool.pictures.hold(request)
+    with pytest.raises(ApiError, match="id"):
+        await gateway.pool.admit(new_stream(request, gateway.pool.tokenizer), None)
+    gateway.pool.relay.streams.pop("twice")
+    assert await redis.zscore(holders, "twice")
+    await redis.zrem(holders, "twice")
 
 
 async def held_by(number: int, worker: FakeWorker, digest: str) -> None:

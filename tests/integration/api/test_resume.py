@@ -616,7 +616,7 @@ async def test_kept_answers_are_bounded_and_expire(
 ) -> None:
     """Only answers of admitted requests take the place of older ones."""
     monkeypatch.setattr("api.requests.request_scripts.MAX_STORED", 2)
-    settings = {"answer_ttl_s": 7200, "max_concurrent_requests": 1}
+    settings: dict[str, Any] = {"answer_ttl_s": 7200, "max_concurrent_requests": 1}
     async with answering(broker.url, Answer(ids(" one")), **settings) as (worker, _, client):
         for number in range(4):
             await client.post("/generate", json=PLAIN, headers=keyed(str(number)))

@@ -259,6 +259,16 @@ async def test_a_failure_keeps_its_words_and_no_token(redis: Redis) -> None:
 # --- reader scripts -----------------------------------------------------------------------------------------
 
 
+async def test_a_repetition_that_was_not_admitted_ends_nothing(redis: Redis) -> None:
+    """Its gateway knows the id, and takes itself for the first reader."""
+    await admit_request(redis, REQUEST)
+    pool, other = PoolClient(redis, KEYS), replace(REQUEST, digest="other")
+    assert not await cancel_request(pool, "r1", 0, other.digest)
+    assert not await run_script(redis, request_scripts.forget(KEYS, other, reader=0))
+    assert await cancel_request(pool, "r1", 0, REQUEST.digest)
+    assert await run_script(redis, request_scripts.forget(KEYS, REQUEST, reader=0))
+
+
 async def attach(redis: Redis, *request_ids: str, gateway: str, inherited: int | None = None) -> AttachReply:
     call = request_scripts.attach(KEYS, request_ids, gateway=gateway, inherited=inherited)
     return await run_script(redis, call)
