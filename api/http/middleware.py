@@ -190,23 +190,24 @@ class RequestRecord:
         """Add fields, but those that are None or empty."""
         self.fields |= {name: value for name, value in fields.items() if value not in (None, "")}
 
-    def note_streams(self, model: str, streams: Sequence[Stream], left: str) -> None:
+    def note_streams(self, answer: HttpAnswer, streams: Sequence[Stream], left: str) -> None:
         """Note what has come of all choices. `left` is the reason of one that has not ended."""
         request, first_s = streams[0].request, first_token_s(streams)
         queued = [one.times.placed_s - one.times.started_s for one in streams if one.times.placed_s]
         reasons = [reason_of(stream.terminal) if stream.terminal else left for stream in streams]
         failures = (stream.terminal.error for stream in streams if stream.terminal and not stream.finished)
         failure = next(failures, "")
-        num_prompt = sum(map(len, {stream.request.prompt_ids for stream in streams})) // 4
+        num_prompt = answer.num_prompt_tokens
+        num_cached = sum(stream.num_cached for stream in streams[:: answer.num_per_prompt])
         num_generated = sum(one.num_tokens for stream in streams for one in stream.outputs)
         self.note(
             {
-                "model": model,
+                "model": answer.model,
                 "key": request.key_id,
                 "tenant": request.tenant,
                 "class": request.service_class,
                 "prompt_tokens": num_prompt,
-                "cached_tokens": streams[0].num_cached,
+                "cached_tokens": num_cached,
                 "completion_tokens": num_generated,
                 "choices": len(streams) if len(streams) > 1 else None,
                 "queue_s": round(max(queued), 3) if queued else None,
@@ -221,7 +222,7 @@ class RequestRecord:
         trace.generation_attributes |= {
             "gen_ai.usage.input_tokens": num_prompt,
             "gen_ai.usage.output_tokens": num_generated,
-            "gen_ai.usage.cache_read.input_tokens": streams[0].num_cached,
+            "gen_ai.usage.cache_read.input_tokens": num_cached,
             "gen_ai.response.finish_reasons": reasons,
         }
         if first_s:

@@ -86,7 +86,7 @@ class JobRun:
         frames: all frames so far, in the order that every gateway gives them; none are made before somebody
             listens.
         trace: None where it is not sampled.
-        model_name: of the pool's model, or of the adapter that the job names.
+        answer: what it asks for; None until it has been validated.
         ending: what its record says of its end.
     """
 
@@ -107,7 +107,7 @@ class JobRun:
         self.access = access
         self.record = RequestRecord("job", "submit")
         self.record.note({"request_id": job.id})
-        self.model_name = pool.settings.model_name
+        self.answer: HttpAnswer | None = None
         self.ending = JobEnding(DONE, 200)
 
     def join(self, job: Job) -> None:
@@ -120,8 +120,8 @@ class JobRun:
         """Serve the job; returns when it is answered, with a result or an error."""
         self.record.trace = begin_job_trace(self.pool, self.job)
         await self.send(await self.render_result())
-        if self.streams:
-            self.record.note_streams(self.model_name, self.streams, "cancelled")
+        if self.answer is not None and self.streams:
+            self.record.note_streams(self.answer, self.streams, "cancelled")
             count_longest(self.streams)
         self.access.write(self.record)
 
@@ -163,8 +163,7 @@ class JobRun:
             await attempt(self.pool.check_admission, self.wait)
             if self.job.webhook:
                 await attempt(lambda: check_room(self.pool.client), self.wait)
-            answer = await attempt(lambda: validate_job(self.pools, self.job), self.wait)
-            self.model_name = answer.model
+            answer = self.answer = await attempt(lambda: validate_job(self.pools, self.job), self.wait)
             await self.admit_all(traced(answer, self.record.trace, self.protocol.operation))
         await self.send_frames(answer)
         for stream in self.streams:

@@ -71,7 +71,10 @@ function keyEntered() {
     const isWrong = sessionStorage.getItem(KEY);
     say(find("key-hint"), isWrong ? "This key is wrong." : "It is kept in this tab until you close it.");
     sessionStorage.removeItem(KEY);
-    find("key-form").onsubmit = () => sessionStorage.setItem(KEY, find("key-word").value);
+    find("key-form").onsubmit = () => {
+      const word = find("key-word").value.replace(/[^ -~]/g, ""); // what was pasted beside it fits no header
+      sessionStorage.setItem(KEY, word);
+    };
     dialog.onclose = () => {
       if (!sessionStorage.getItem(KEY)) return dialog.showModal();
       entering = null;

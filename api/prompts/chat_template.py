@@ -387,10 +387,12 @@ class ChatTemplate:
         source = read_template(Path(own_path)) if own_path else other.get("chat_template", own)
         if isinstance(source, list):
             source = {template["name"]: template["template"] for template in source}
-        tool_source = ""
+        tool_source, more = "", path / "additional_chat_templates/tool_use.jinja"
         if isinstance(source, dict):
             tool_source = source.get("tool_use", "")
             source = source.get("default")
+        elif source == own and more.is_file():
+            tool_source = more.read_text(encoding="utf-8")
         special = {name: text for name, text in token_texts(config).items() if name in SPECIAL_TOKENS}
         return cls(source, special, tool_source, inline) if source else None
 

@@ -101,7 +101,7 @@ def end_reading(scope: Scope, reader: Reader, is_only: bool) -> None:
     if is_only:
         record = record_of(scope)
         record.goes_on, record.route = goes_on, answer.route
-        record.note_streams(answer.model, streams, "left" if answer.terms.kept_s else "cancelled")
+        record.note_streams(answer, streams, "left" if answer.terms.kept_s else "cancelled")
     reader.release(goes_on)
 
 

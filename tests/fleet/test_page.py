@@ -163,7 +163,7 @@ def test_the_api_key_is_kept_over_a_reload(broker: Broker, browser: Browser) -> 
         wait_until_sync(lambda: answers(gateways.url))
         with opened(browser, gateways.url, is_quiet=True) as page:
             for key in ("wrong", "open sesame"):
-                page.get_by_label("API key", exact=True).fill(key)
+                page.get_by_label("API key", exact=True).fill(f"\u200b{key}")
                 page.get_by_role("button", name="Use this key").click()
             expect(page.locator(".tile[data-kind=gateway]")).to_be_visible()
             page.reload()

@@ -560,6 +560,14 @@ async def test_an_answer_has_one_line_with_tokens_times_and_the_reason(
     assert " blue" not in line and " sea" not in line
 
 
+async def test_equal_prompts_of_a_request_all_count_in_its_line(broker: Broker, lines: Lines) -> None:
+    asked = {"prompt": ["Hi", "Hi"], "n": 2, "max_tokens": 3}
+    async with answering(broker.url, scripted) as (_, _, client):
+        used = (await client.post("/v1/completions", json=asked)).json()["usage"]
+        found = await lines.one()
+    assert (found["prompt_tokens"], found["choices"]) == (used["prompt_tokens"], 4)
+
+
 @pytest.mark.parametrize(
     ("path", "sent", "headers", "status", "route", "reason"),
     [

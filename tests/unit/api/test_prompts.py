@@ -195,9 +195,16 @@ def test_what_a_template_does_with_tools_is_read_from_it(
     assert (template.takes_tools, template.wants_text_arguments) == (takes_tools, wants_text)
 
 
-def test_requests_with_tools_have_a_template_of_their_own(tmp_path: Path) -> None:
-    several = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools }}"}]
-    write(tmp_path, "tokenizer_config.json", {"chat_template": several})
+@pytest.mark.parametrize("is_file", [False, True])
+def test_requests_with_tools_have_a_template_of_their_own(tmp_path: Path, is_file: bool) -> None:
+    """In the tokenizer's config, or where transformers saves templates that have a name."""
+    if is_file:
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates/tool_use.jinja").write_text("{{ tools }}")
+        (tmp_path / "chat_template.jinja").write_text("plain")
+    else:
+        several = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools }}"}]
+        write(tmp_path, "tokenizer_config.json", {"chat_template": several})
     template = ChatTemplate.load(tmp_path)
     assert template is not None and template.render(CHAT, True, {}) == "plain"
     assert template.for_tools.render(CHAT, True, {}, [{"a": 1}]) == "[{'a': 1}]"
