@@ -95,7 +95,10 @@ class Gateway:
         self.pools = PoolRegistry(self.pool)
         self.access = AccessLog(settings.access_log_rate)
         self.job_consumer = JobConsumer(self.pools, self.access)
-        self.webhooks = WebhookSender(self.pool.client, settings, partial(ended_status, self.pools))
+        self.webhooks = [
+            WebhookSender(self.pool.client.of_pool(name), settings, partial(ended_status, self.pools, name))
+            for name in settings.pools
+        ]
         self.files = open_store(settings, self.pool.client.clock)
         self.connections = Connections()
 
@@ -123,35 +126,34 @@ class Gateway:
     async def running(self) -> AsyncIterator["Gateway"]:
         """Serve while the context is open. Other pools are closed first, the gateway's own last."""
         await self.keys.refresh()
-        files, jobs = self.files, self.job_consumer
-        serving: contextlib.AbstractAsyncContextManager[None] = contextlib.nullcontext()
-        if files:
-            serving = background_task(BatchRunner(files, jobs).run())
-        async with (
-            background_task(self.connections.watch()),
-            self.pool.running(),
-            background_task(self.keys.run()),
-            background_task(jobs.run()),
-            background_task(ArqWorker(self.pool.client, self.settings).consume()),
-            background_task(self.webhooks.run()),
-            serving,
-            contextlib.aclosing(self.pools),
-            background_task(self.pools.run()),
-            background_task(collect_garbage(lambda: len(self.pool.relay.streams))),
-        ):
+        jobs = self.job_consumer
+        own_loops = [self.keys.run(), jobs.run(), ArqWorker(self.pool.client, self.settings).consume()]
+        own_loops += [sender.run() for sender in self.webhooks]
+        if self.files:
+            own_loops.append(BatchRunner(self.files, jobs).run())
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(background_task(self.connections.watch()))
+            await stack.enter_async_context(self.pool.running())
+            for loop in own_loops:
+                await stack.enter_async_context(background_task(loop))
+            stack.push_async_callback(self.pools.aclose)
+            for loop in (self.pools.run(), collect_garbage(lambda: len(self.pool.relay.streams))):
+                await stack.enter_async_context(background_task(loop))
             yield self
 
 
 # --- response status ----------------------------------------------------------------------------------------
 
 
-async def ended_status(pools: PoolRegistry, response_id: str) -> str:
-    """The status of a response of the gateway's own pool; empty if it is not kept. Raises ApiError (503)."""
-    own, request_id = pools.own, response_id.removeprefix("resp_")
-    found = await ask_broker(pools, broker_url(own.settings), [own.settings.pool], request_id)
+async def ended_status(pools: PoolRegistry, pool: str, response_id: str) -> str:
+    """The status of a response of a pool at the gateway's broker; empty if it is not kept. Raises ApiError
+    (503).
+    """
+    url, request_id = broker_url(pools.own.settings), response_id.removeprefix("resp_")
+    found = await ask_broker(pools, url, [pool], request_id)
     if found is None or found[1].response is None:
         return ""
-    stored = Admitted(own, *found[1:])
+    stored = Admitted(await pools.named(pool), *found[1:])
     stream = await read_response(stored)
     return str((await render_response(stored, stream))["status"]) if stream.terminal else ""
 

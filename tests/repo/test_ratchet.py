@@ -13,15 +13,15 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (12_473, 24_162),
+    "api": (12_494, 24_191),
     "batcher": (2_794, 4_816),
     "gpu_worker": (10_808, 20_519),
-    "common": (3_728, 7_446),
+    "common": (3_730, 7_449),
     "deploy": (2_497, 4_325),
-    "tests": (29_372, 51_240),
+    "tests": (29_439, 51_333),
     "benchmarks": (2_561, 4_302),
 }
-MOST_WORDS_OF_DOCS = 21_819
+MOST_WORDS_OF_DOCS = 21_823
 SLACK = 0.01
 
 

@@ -23,7 +23,7 @@ from tests.integration.api.test_batches import chat_line, jsonl, openai_client
 from tests.integration.api.test_chat import CALLS, HERMES
 from tests.integration.api.test_responses import TOOLS
 from tests.support.answers import BODY, PATH, post
-from tests.support.fleet.gateways import answering
+from tests.support.fleet.gateways import answering, serving
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.jobs import CHAT, KEYS, Service, answer, running_gateway
 from tests.support.keys.issued import add_key, bearer
@@ -51,6 +51,20 @@ async def test_a_background_response_tells_its_end_to_the_openai_package(broker:
         assert unwrapped.id == delivery.id
         Webhook(SECRET).verify(delivery.body, delivery.headers)
         assert "secret" not in queued and SECRET not in str(queued)
+
+
+async def test_each_model_of_a_fleet_tells_its_ends(broker: Broker) -> None:
+    """MODELS: the gateways of the first pool serve them all."""
+    models = ("x/b=smollm2",)
+    async with (
+        receiving() as receiver,
+        working(broker.url, TOKENIZER, lambda _: ANSWER, pool="x/b"),
+        serving(broker.url, models=models, **allowing(receiver)) as (_, client),
+    ):
+        body = BODY | {"model": "x/b", "background": True, "webhook": receiver.hook()}
+        queued = await post(client, PATH, body)
+        await wait_until(lambda: receiver.deliveries)
+        assert told_by(receiver) == {queued["id"]: "response.completed"}
 
 
 PROMPT: dict[str, Any] = {"inputs": "Say it", "parameters": {"max_new_tokens": 2}}
