@@ -265,7 +265,7 @@ async def detokenize(request: Request) -> Response:
 
 def decode(ids: Sequence[int], tokenizer: ModelTokenizer) -> str:
     """The text of token ids. Raises ApiError for those beyond the vocabulary."""
-    check_ids("tokens", ids, tokenizer)
+    check_ids("tokens", ids, tokenizer.size)
     return tokenizer.text_of(ids)
 
 

@@ -135,14 +135,19 @@ def read_tokenizer(path: Path, setting: str = "model_id") -> Tokenizer:
         raise SettingError(setting, f"{file} is no tokenizer, or damaged: {error!s:.200}") from error
 
 
+def num_embeddings(path: Path) -> int | None:
+    """Ids that have an embedding, all from 0 on, as the config of the model in a directory says."""
+    config = read_json(path / "config.json")
+    size = (config.get("text_config") or {}).get("vocab_size") or config.get("vocab_size")
+    return size if isinstance(size, int) else None
+
+
 def read_other_tokenizer(tokenizer_path: Path, path: Path) -> Tokenizer:
     """The tokenizer that TOKENIZER_NAME names, for the model in the directory `path`: that must have an
     embedding for each of its ids. Raises SettingError.
     """
     tokenizer = read_tokenizer(tokenizer_path, "tokenizer_name")
-    config = read_json(path / "config.json")
-    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
-    if not isinstance(size, int):
+    if (size := num_embeddings(path)) is None:
         raise SettingError("tokenizer_name", f"is not served: {path / 'config.json'} has no vocab_size")
     num_ids = 1 + max(tokenizer.get_vocab().values(), default=-1)
     if num_ids > size:

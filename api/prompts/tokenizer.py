@@ -6,6 +6,7 @@ how much text a gateway tokenizes at once, and of a text that is far too long on
 
 import asyncio
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -104,6 +105,7 @@ class ModelTokenizer:
         chat_template: None if the model has none.
         sampling_defaults: defaults of /v1 (GENERATION_CONFIG).
         budget: shared by all tokenizers of this gateway.
+        num_embedded: the model has embeddings of the ids below it; its tokenizer may have more.
         starting_ids: ids that follow a prompt and start the decoder, of an encoder-decoder model.
         pictures: how pictures stand in prompts; None for models that see none.
         takes_grammars: whether workers can follow grammars.
@@ -125,6 +127,8 @@ class ModelTokenizer:
         self.plain = cache(lambda: PlainCopy(backend))
         self.takes_grammars = takes_grammars(backend)
         self.pictures = read_layout(path, own_path)
+        placeholder = self.pictures.placeholder_id if self.pictures else -1  # pictures replace its embedding
+        self.num_embedded = max(model_files.num_embeddings(path) or sys.maxsize, placeholder + 1)
         inline = self.pictures.inline if self.pictures else None
         self.chat_template = ChatTemplate.load(
             own_path, settings.tokenizer_config_path, settings.chat_template, inline

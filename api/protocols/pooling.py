@@ -248,7 +248,7 @@ async def encode(
 ) -> tuple[list[int], int]:
     """Token ids of an input, and where the second text of a pair begins, 0 for none. Raises ApiError."""
     if not one.texts:
-        check_ids(one.where, one.ids, pool.tokenizer)
+        check_ids(one.where, one.ids, min(pool.tokenizer.size, pool.tokenizer.num_embedded))
         kept = len(one.ids) if cut_to is None else min(cut_to, len(one.ids))
         return [*(one.ids[:kept] if body.truncation_side != "left" else one.ids[len(one.ids) - kept :])], 0
     if one.texts == [""]:
@@ -256,7 +256,9 @@ async def encode(
     texts = [text.lower() for text in one.texts] if pooling.lowers else one.texts
     backend = pool.tokenizer.backend
     whole = Rendered("".join(texts))  # says only how much work it is
-    return await pool.tokenizer.run(whole, lambda: encode_texts(backend, texts, body, cut_to))
+    ids, second = await pool.tokenizer.run(whole, lambda: encode_texts(backend, texts, body, cut_to))
+    check_ids(one.where, ids, pool.tokenizer.num_embedded)
+    return ids, second
 
 
 def encode_texts(

@@ -295,8 +295,8 @@ def check(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -
     most = settings.max_stop_sequences
     refuse((len(stops) > most, f"`stop` supports up to {most} stop sequences. Given: {len(stops)}"))
     for name in LISTS_OF_IDS:
-        check_ids(name, params.value(name), tokenizer)
-    check_ids("logit_bias", dict(params.sampling.logit_bias), tokenizer)
+        check_ids(name, params.value(name), tokenizer.size)
+    check_ids("logit_bias", dict(params.sampling.logit_bias), tokenizer.size)
     no_grammar = "`allowed_token_ids` and a structured output or forced calls exclude each other"
     no_token = "`allowed_token_ids` has no token that may come before `min_new_tokens`"
     refuse(
@@ -347,7 +347,8 @@ async def encode_prompt(params: GenerationParams, limits: Limits, tokenizer: Mod
         words = f"`{field}` must have at most {limits.max_input_tokens} tokens. Given: {least}{len(ids)}"
         raise too_long(words, field, limits.max_total_tokens)
     if params.prompt_ids is not None:
-        check_ids(field, ids, tokenizer)
+        check_ids(field, ids, tokenizer.size)
+    check_ids(field, ids, tokenizer.num_embedded)
     return ids
 
 
@@ -378,11 +379,11 @@ def check_most(field: str, given: int, most: int) -> None:
         raise invalid(f"`{field}` must be at most {most}. Given: {quoted(given)}")
 
 
-def check_ids(field: str, ids: Collection[int], tokenizer: ModelTokenizer) -> None:
-    """Raises ApiError (422) for ids beyond the vocabulary."""
+def check_ids(field: str, ids: Collection[int], size: int) -> None:
+    """Raises ApiError (422) for ids beyond a vocabulary of this size."""
     for token_id in (min(ids, default=0), max(ids, default=0)):
-        if not 0 <= token_id < tokenizer.size:
-            words = f"must have token ids of at least 0 and below {tokenizer.size}"
+        if not 0 <= token_id < size:
+            words = f"must have token ids of at least 0 and below {size}"
             raise invalid(f"`{field}` {words}. Given: {quoted(token_id)}")
 
 

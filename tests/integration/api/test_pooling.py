@@ -159,13 +159,19 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
 
 async def test_what_cannot_be_served_is_named(broker: Broker, encoder: tuple[Path, Any]) -> None:
     limits: dict[str, Any] = {"max_client_batch_size": 4, "max_concurrent_requests": 5}
-    async with pooling_gateway(broker.url, *encoder, **limits) as (worker, _, client):
+    async with pooling_gateway(broker.url, *encoder, **limits) as (worker, gateway, client):
         for path, body, status, words in REFUSED:
             answer = await client.post(path, json=body)
             assert answer.status_code == status and words in answer.text, (path, answer.text)
         assert not worker.seen
         most = {"query": "hi", "documents": ["a"] * 4}
         assert len((await post(client, "/v1/rerank", most))["results"]) == 4, "the query is no document"
+        gateway.pool.tokenizer.num_embedded = 3  # of a model whose tokenizer has more
+        for given in ("hi", [1, 3]):
+            answer = await client.post("/v1/embeddings", json={"input": [given]})
+            assert (
+                answer.status_code == 400 and "must have token ids of at least 0 and below 3" in answer.text
+            )
 
 
 async def test_a_vector_is_never_asked_of_a_worker_that_only_generates(

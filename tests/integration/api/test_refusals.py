@@ -360,3 +360,19 @@ async def test_where_tokens_are_not_bytes_no_grammar_is_served(broker: Broker) -
         await refused(client, path, ONE_TURN | json_object, "response_format", words)
         await refused(client, path, with_tools | {"tool_choice": "required"}, "tools", words)
         assert len(worker.seen) == 1
+
+
+async def test_tokens_without_an_embedding_are_refused_where_a_tokenizer_has_more_than_the_model(
+    broker: Broker,
+) -> None:
+    """As ids and in a text."""
+    [common], [without] = ids("a"), ids("Hi")
+    assert common < without
+    async with answering(broker.url, Answer(ids("x"))) as (worker, gateway, client):
+        gateway.pool.tokenizer = tokenizer_with(num_embedded=without)
+        words = f"must have token ids of at least 0 and below {without}. Given: {without}"
+        await refused(client, "/v1/completions", {"prompt": [common, without]}, "prompt", words)
+        await refused(client, "/v1/completions", {"prompt": "Hi"}, "prompt", words)
+        await refused(client, "/generate", {"inputs": "Hi"}, "inputs", words)
+        await post(client, "/v1/completions", {"prompt": "a", "logit_bias": {str(without): 1}})
+        assert len(worker.seen) == 1

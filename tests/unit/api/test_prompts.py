@@ -7,6 +7,7 @@ A bounded number of bytes is tokenized at once, in order; the bound on a text ho
 
 import asyncio
 import json
+import sys
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -27,9 +28,9 @@ from api.prompts.chat_template import (
     Rendered,
     rendered_text,
 )
-from api.prompts.tokenizer import SHORT_BYTES, TextBudget, takes_grammars
+from api.prompts.tokenizer import SHORT_BYTES, ModelTokenizer, TextBudget, takes_grammars
 from common import model_files
-from common.settings.settings import SettingError
+from common.settings.settings import SettingError, Settings
 from tests.support.tokenizer import IM_END, TOKENIZER, model_tokenizer
 from tests.support.waiting import wait_until
 
@@ -507,6 +508,23 @@ CUT = [
     composed(bpe(unk_token="é"), normalizers.Replace(Regex("a+"), "a")),
     with_token(AddedToken("<s>", rstrip=True)),
 ]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"vocab_size": 500}, 500),
+        ({"vocab_size": 500, "text_config": {"vocab_size": 400}}, 400),
+        ({"vocab_size": 500, "text_config": {}}, 500),
+        ({"text_config": {"hidden_size": 8}}, sys.maxsize),
+    ],
+)
+def test_prompts_may_have_the_ids_that_the_model_s_config_says(
+    config: dict[str, Any], expected: int, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    bpe().save(str(tmp_path / "tokenizer.json"))
+    assert ModelTokenizer(Settings(model_id=str(tmp_path))).num_embedded == expected
 
 
 @pytest.mark.parametrize(
