@@ -68,6 +68,7 @@ class ApiError(Exception):
         code: OpenAI's word for the cause, if its clients look for one.
         retry_after_s: when to ask again; None if that is not known.
         headers: of the response, besides those that follow from the other attributes.
+        overflow: of a request beyond the model's context, its number of tokens and the most that fit.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after_s: int | None = None,
         headers: Mapping[str, str] = MappingProxyType({}),
+        overflow: tuple[int, int] | None = None,
     ) -> None:
         self.status = status
         self.error_type = error_type
@@ -87,6 +89,7 @@ class ApiError(Exception):
         self.code = code
         self.retry_after_s = retry_after_s
         self.headers = headers
+        self.overflow = overflow
         super().__init__(self.text)
 
     def rename(self, names: Mapping[str, str]) -> None:
@@ -132,7 +135,10 @@ def openai(error: ApiError) -> tuple[int, dict[str, Any]]:
 def anthropic(error: ApiError) -> tuple[int, dict[str, Any]]:
     status = OPENAI_STATUS.get(error.status, error.status)
     kind = ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return status, {"type": "error", "error": {"type": kind, "message": error.text}}
+    text = error.text
+    if error.overflow:  # Claude Code makes a chat shorter when it reads this sentence
+        text = "prompt is too long: {} tokens > {} maximum. {}".format(*error.overflow, text)
+    return status, {"type": "error", "error": {"type": kind, "message": text}}
 
 
 # --- causes -------------------------------------------------------------------------------------------------
@@ -168,10 +174,10 @@ def not_one_of(field: str, allowed: Iterable[str], given: object) -> ApiError:
     return invalid(f"`{field}` must be one of {', '.join(allowed)}. Given: {quoted(given)}")
 
 
-def too_long(detail: str, param: str, max_total_tokens: int) -> ApiError:
+def too_long(detail: str, param: str, max_total_tokens: int, overflow: tuple[int, int]) -> ApiError:
     """A request beyond the model's context. litellm and LangChain look for this code and sentence."""
     sentence = f"{detail}. This model's maximum context length is {max_total_tokens} tokens"
-    return ApiError(422, "validation", sentence, param, "context_length_exceeded")
+    return ApiError(422, "validation", sentence, param, "context_length_exceeded", overflow=overflow)
 
 
 def model_not_found(text: str) -> ApiError:

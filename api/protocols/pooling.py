@@ -216,7 +216,7 @@ async def ask_for(
             raise invalid(f"`{one.where}` cannot be empty")
         if len(ids) > most:
             words = f"`{one.where}` must have at most {most} tokens. Given: {len(ids)}"
-            raise too_long(words, one.where, most)
+            raise too_long(words, one.where, most, (len(ids), most))
         params = PoolingParams(pair_start)
         request = Generate(
             request_id="",

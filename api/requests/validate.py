@@ -345,7 +345,7 @@ async def encode_prompt(params: GenerationParams, limits: Limits, tokenizer: Mod
     if len(ids) > limits.max_input_tokens:
         least = "at least " * (len(ids) > limits.max_input_tokens + NUM_BEYOND)
         words = f"`{field}` must have at most {limits.max_input_tokens} tokens. Given: {least}{len(ids)}"
-        raise too_long(words, field, limits.max_total_tokens)
+        raise too_long(words, field, limits.max_total_tokens, (len(ids), limits.max_input_tokens))
     if params.prompt_ids is not None:
         check_ids(field, ids, tokenizer.size)
     check_ids(field, ids, tokenizer.num_embedded)
@@ -367,6 +367,7 @@ def max_new_tokens(params: GenerationParams, num_prompt_tokens: int, limits: Lim
             f"Given: {num_prompt_tokens} `{prompt}` tokens and {quoted(most)} `max_new_tokens`",
             "max_new_tokens",
             limits.max_total_tokens,
+            (num_prompt_tokens + most, limits.max_total_tokens),
         )
     most = most or min(room, max(1, most_of_beams(params, num_prompt_tokens, limits)))
     check_most("min_new_tokens", least, most)

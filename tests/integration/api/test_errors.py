@@ -351,7 +351,7 @@ async def test_an_unknown_route_is_answered_with_the_known_ones(client: httpx.As
 async def test_the_error_for_a_long_prompt_has_the_code_and_the_sentence_that_clients_look_for(
     client: httpx.AsyncClient,
 ) -> None:
-    """By these, litellm and LangChain trim the chat, or fall back to another model."""
+    """By these, litellm and LangChain trim the chat, or fall back to another model; so does Claude Code."""
     long = "a " * 2000
     for path, body in (
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": long}]}),
@@ -365,6 +365,10 @@ async def test_the_error_for_a_long_prompt_has_the_code_and_the_sentence_that_cl
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (400, "context_length_exceeded"), (path, error)
         assert "This model's maximum context length is 1024 tokens" in error["message"]
+    message = {"messages": [{"role": "user", "content": long}], "max_tokens": 9}
+    words = (await client.post("/v1/messages", json=message)).json()["error"]["message"]
+    found = re.match(r"prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+)", words, re.IGNORECASE)
+    assert found and int(found[1]) > int(found[2]) == 1023 and "`messages`" in words, words
 
 
 # --- text limits --------------------------------------------------------------------------------------------
