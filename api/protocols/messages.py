@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from api.answers.answer import HttpAnswer
 from api.answers.scanner import CallArguments, ContentDelta, Delta, ReasoningDelta
-from api.errors import anthropic, failed, invalid, not_one_of, quoted, text_of
+from api.errors import anthropic, failed, invalid, not_one_of, quoted, refuse, text_of
 from api.event_loop import offload
 from api.http.body import UnsupportedFields, read, reject_unsupported, schema_error
 from api.http.openapi import ANTHROPIC, CAUSES, Shape, answer, error_responses, event_stream, json_body
@@ -190,13 +190,18 @@ class CountTokensRequest(ServedFields):
     )
     thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = optional(
+        "The older name of `output_config.format`.", FORMAT_SCHEMA
+    )
     stop_sequences: Listed[StopText] | None = optional(
         "Stop strings: the text ends before the first of them that appears."
     )
 
     def check(self) -> None:
-        """Raises ApiError for unsupported fields."""
+        """Raises ApiError for unsupported fields and contradictions."""
         reject_unsupported(self.model_extra or {}, UNSUPPORTED, openai_fields() - {"max_tokens"})
+        is_twice = self.output_format and self.output_config and self.output_config.format
+        refuse((is_twice, "`output_format` means the same as `output_config.format`, which is given, too"))
 
 
 class MessagesRequest(CountTokensRequest):
@@ -214,13 +219,14 @@ class MessagesRequest(CountTokensRequest):
 # --- as a chat ----------------------------------------------------------------------------------------------
 
 
+FORMAT = r"response_format\.json_schema(.*)"
 MESSAGE_NAMES = {
     **CHAT_NAMES,
     "stop": "stop_sequences",
     r"messages.*": "messages",
     r"tools\.(.*)\.parameters": r"tools.\1.input_schema",
     r"reasoning_effort": "output_config.effort",
-    r"response_format\.json_schema(.*)": r"output_config.format\1",
+    FORMAT: r"output_config.format\1",
 }
 """Patterns of names of a chat's fields and parameters → what they are called here."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -238,13 +244,17 @@ ChatPart = dict[str, Any]
 async def read_messages(body: CountTokensRequest, pool: Pool) -> GenerationParams:
     """The parameters of the chat that a body asks for. Raises ApiError."""
     chat = await offload(CHARS_OF_MESSAGE * len(body.messages), lambda: to_chat(body))
-    read = await read_other(chat, pool, MESSAGE_NAMES)
+    older = {} if body.output_format is None else {FORMAT: r"output_format\1"}
+    read = await read_other(chat, pool, MESSAGE_NAMES | older)
     return replace(read, cuts_to_room=True)
 
 
 def to_chat(body: CountTokensRequest) -> ChatRequest:
     """The body of a chat with the parameters and messages of this one. Raises ApiError."""
-    messages, choice, output = to_messages(body), body.tool_choice, body.output_config
+    messages, choice, output = to_messages(body), body.tool_choice, body.output_config or OutputConfig()
+    form, place = body.output_format, "output_format"
+    if form is None:
+        form, place = output.format, "output_config.format"
     continues = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     if continues and choice is not None and choice.type in ("any", "tool"):
         text = "`tool_choice` cannot force a call where the last of `messages` is the assistant's to continue"
@@ -253,7 +263,7 @@ def to_chat(body: CountTokensRequest) -> ChatRequest:
         body,
         messages,
         to_functions(body.tools or []),
-        response_format=format_of(output.format, "output_config.format", ["json_schema"]) if output else None,
+        response_format=format_of(form, place, ["json_schema"]),
         max_tokens=body.max_tokens if isinstance(body, MessagesRequest) else None,
         stop=body.stop_sequences,
         continue_final_message=continues,

@@ -673,12 +673,15 @@ VLLM: Any = {"structured_outputs": {"json_object": True}}
 SCHEMA = {"type": "object"}
 TGI: Any = {"inputs": "a", "parameters": {"grammar": {"type": "json_object", "value": SCHEMA}}}
 COMPLETION = {"prompt": "a"}
+MESSAGE, ANY = CHAT | {"max_tokens": 9}, {"type": "json_schema", "schema": SCHEMA}
 JSON_BODIES: list[tuple[str, Any]] = [
     ("/v1/chat/completions", CHAT | OBJECT),
     ("/v1/chat/completions", CHAT | VLLM),
     ("/v1/completions", COMPLETION | OBJECT),
     ("/v1/completions", COMPLETION | VLLM),
     ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_object"}}}),
+    ("/v1/messages", MESSAGE | {"output_config": {"format": ANY}}),
+    ("/v1/messages", MESSAGE | {"output_format": ANY}),
     ("/generate", TGI),
     ("/", TGI),
     ("/invocations", CHAT | OBJECT),

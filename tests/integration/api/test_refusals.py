@@ -177,6 +177,7 @@ RESPONSES: Rows = [
 ]
 TOOL = {"name": "a", "input_schema": {"type": "object", "properties": {}}}
 FILE = {"type": "image", "source": {"type": "file"}}
+NEVER = {"type": "json_schema", "schema": {"type": "array", "uniqueItems": True}}
 MESSAGES: Rows = [
     (user([{"type": "text"}]), "messages[1].content[0].text", "is required"),
     (user([{"type": "video"}]), "messages[1].content[0].type", "must be one"),
@@ -189,6 +190,9 @@ MESSAGES: Rows = [
     ({"stop": "a"}, "stop", "is not a field of this route"),
     ({"receipt": True}, "receipt", "is not served any more"),
     ({"output_config": {"format": {"type": "regex"}}}, "output_config.format.type", "one of json_schema"),
+    ({"output_format": {"type": "regex"}}, "output_format.type", "one of json_schema"),
+    ({"output_format": NEVER}, "output_format.schema", "uniqueItems"),
+    ({"output_format": NEVER, "output_config": {"format": NEVER}}, "output_format", "means the same as"),
     ({"service_tier": "gold"}, "service_tier", ""),
 ]
 DRAWN = {"best_of": 2, "do_sample": True}
