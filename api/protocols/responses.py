@@ -36,10 +36,9 @@ from api.protocols.chat import (
 )
 from api.protocols.choices import Event, EventRenderer, Logprobs, Part
 from api.protocols.openai import CHAT_COMPLETIONS
-from api.protocols.openai_bodies import FORMAT_SCHEMA, MAX_TOKENS
+from api.protocols.openai_bodies import FORMAT_SCHEMA, MAX_TOKENS, TGI_FIELDS, openai_fields
 from api.protocols.protocol import Context
 from api.requests.fields import Labels, Listed, ServedFields, Strict, Whole, optional, with_one_error
-from api.requests.validate import LOGITS_FIELDS
 from api.resume import attach
 from api.resume.attach import Admitted, find_own
 from api.streams.stream import Stream
@@ -62,6 +61,8 @@ UNSUPPORTED: UnsupportedFields = {
     "length_penalty": (1.0,),
 }
 """Fields that are refused by name."""
+HINTS = ("guided_decoding_backend", "include_reasoning", "modalities", "reasoning_effort", "request_id")
+"""Other routes' fields that have no effect here, as clients may send them to every route."""
 
 Included = Literal[
     "message.output_text.logprobs",
@@ -192,7 +193,8 @@ class ResponsesRequest(ServedFields):
 
     def check(self) -> None:
         """Raises ApiError for unsupported fields and contradictions."""
-        reject_unsupported(self.model_extra or {}, UNSUPPORTED, LOGITS_FIELDS)
+        others = openai_fields().union(TGI_FIELDS).difference(HINTS)
+        reject_unsupported(self.model_extra or {}, UNSUPPORTED, others)
         refuse(
             (
                 self.background and not self.is_stored,

@@ -149,7 +149,10 @@ RESPONSES: Rows = [
     ({"context_management": [{"type": "compaction"}]}, "context_management", ""),
     ({"receipt": True}, "receipt", ""),
     ({"beam_width": 2}, "beam_width", "is not supported yet"),
-    ({"return_generation_logits": True}, "return_generation_logits", "is not a field of this"),
+    *(
+        ({name: 5}, name, "is not a field of this route")
+        for name in ("return_generation_logits", "max_tokens", "stop", "max_new_tokens")
+    ),
     ({"include": ["message.input_image.image_url"]}, "include[0]", ""),
     ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type", ""),
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id", ""),

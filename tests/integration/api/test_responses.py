@@ -373,6 +373,7 @@ async def test_tools_that_no_model_here_can_call_are_left_out(broker: Broker) ->
         "tool_choice": "auto",
         "prompt_cache_key": "k",
         "client_metadata": {"x": "y"},
+        "reasoning_effort": "low",
         "text": {"verbosity": "low"},
         "reasoning": {"effort": "medium", "summary": "auto"},
     }
