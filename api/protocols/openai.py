@@ -285,6 +285,8 @@ class ChatCompletionRenderer(ChoicesRenderer):
         if choice.parser is None:
             return [{"delta": {"content": piece.text}, "logprobs": logprobs, **ids}]
         found = render_deltas(choice.parser, piece.deltas)
+        if choice.ended and not choice.parser.answers:  # its content is empty, as that of the whole is
+            found.append({"content": ""})
         if not found and (choice.ended or logprobs is not None or ids):
             found = [{}]
         later = self.token_ids(stream, range(0))

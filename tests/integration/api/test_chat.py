@@ -621,6 +621,7 @@ async def test_reasoning_is_apart_from_content(broker: Broker) -> None:
         hidden = (await ask(client, tools=None, include_reasoning=False))["message"]
         found = frames(await streamed(client, CHAT_PATH, CHAT | fields))
         cut = await ask(client, tools=None, max_tokens=4)
+        cut_frames = frames(await streamed(client, CHAT_PATH, CHAT | {"max_tokens": 4}))
     assert (message["content"], message["reasoning_content"]) == ("It is odd.", "Seven is odd.")
     assert hidden == {"role": "assistant", "content": "It is odd.", "refusal": None}
     deltas = [frame["choices"][0]["delta"] for frame in found[:-1]]
@@ -629,6 +630,8 @@ async def test_reasoning_is_apart_from_content(broker: Broker) -> None:
     num_tokens = found[-1]["usage"]["completion_tokens_details"]["reasoning_tokens"]
     assert num_tokens == len(ids(thought)) - len(ids("It is odd.")), "marks count, too"
     assert cut["finish_reason"] == "length" and cut["message"]["content"] == ""
+    contents = [frame["choices"][0]["delta"].get("content") for frame in cut_frames]
+    assert {*contents} == {None, ""}, "a message without content and calls is none that can be sent back"
 
 
 async def test_history_with_calls_is_in_the_prompt(broker: Broker) -> None:
