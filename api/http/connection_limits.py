@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 TIMEOUTS_S = {"head": 20.0, "body": 60.0}
 """Time in which a client must send a whole head, from its connection or first byte on, and a whole body."""
+MIN_BODY_BYTES = 2**20
+"""A body of which as much has come has its time once more: a file of a batch has up to 200 MiB."""
 MAX_HEAD_BYTES = 64 * 2**10
 """Of a request's line and headers."""
 

@@ -18,6 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from api.errors import ApiError, tgi
 from api.http.connection_limits import (
     MAX_HEAD_BYTES,
+    MIN_BODY_BYTES,
     RESERVED_HEAD_S,
     TIMEOUTS_S,
     Connections,
@@ -159,6 +160,7 @@ class HttpProtocol(H11Protocol):
         awaited: the part of a request that its client has begun, and must finish in time.
         is_refused: whether its client was told that its request is not read; later ones are not read either.
         num_drained: bytes of its last request that came after the answer.
+        num_received: bytes since a part of a request is expected.
     """
 
     conn: RequestReader
@@ -173,6 +175,7 @@ class HttpProtocol(H11Protocol):
         self.timer: asyncio.TimerHandle | None = None
         self.is_refused = False
         self.num_drained = 0
+        self.num_received = 0
 
     # --- beginning and end ----------------------------------------------------------------------------------
 
@@ -203,6 +206,7 @@ class HttpProtocol(H11Protocol):
         if self.is_refused:
             self.drain(len(data))
             return
+        self.num_received += len(data)
         super().data_received(data)
         if self.is_refused:
             return
@@ -253,7 +257,7 @@ class HttpProtocol(H11Protocol):
             return
         if self.timer is not None:
             self.timer.cancel()
-        self.awaited, self.timer = part, None
+        self.awaited, self.timer, self.num_received = part, None, 0
         if part is not None:
             self.timer = self.loop.call_later(timeout_s or TIMEOUTS_S[part], self.on_late)
 
@@ -261,8 +265,8 @@ class HttpProtocol(H11Protocol):
         part, self.awaited = self.awaited, None
         if self.is_refused:
             self.transport.abort()
-        elif part == "body" and self.flow.read_paused:
-            self.expect(part)  # the client waits for this gateway
+        elif part == "body" and (self.flow.read_paused or self.num_received >= MIN_BODY_BYTES):
+            self.expect(part)  # the client waits for this gateway, or a large file comes
         elif part == "body" and self.cycle.response_complete:
             self.limits.count_cut("drain")
             self.transport.abort()

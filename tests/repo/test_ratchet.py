@@ -13,15 +13,15 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (12_515, 24_219),
+    "api": (12_518, 24_225),
     "batcher": (2_794, 4_816),
     "gpu_worker": (10_808, 20_519),
     "common": (3_732, 7_454),
     "deploy": (2_497, 4_325),
-    "tests": (29_468, 51_391),
+    "tests": (29_481, 51_408),
     "benchmarks": (2_561, 4_302),
 }
-MOST_WORDS_OF_DOCS = 21_823
+MOST_WORDS_OF_DOCS = 21_826
 SLACK = 0.01
 
 

@@ -168,6 +168,23 @@ async def test_a_request_that_does_not_end_is_refused_in_time(
     assert f"for the {part} of a request" in caplog.text
 
 
+async def test_a_large_body_may_take_as_long_as_it_goes_on(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TIMEOUTS_S, "body", 0.2)
+    monkeypatch.setattr("api.http.protocol.MIN_BODY_BYTES", 1)
+    head = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    async with serving(broker.url) as (_, http):
+        client = await RawClient.connect(http.base_url)
+        await client.send(head + b"transfer-encoding: chunked\r\n\r\n")
+        for _ in range(60):  # three times as long as a body may take
+            await client.send(b"1\r\n \r\n")
+            await asyncio.sleep(0.01)
+        await client.send(b"2\r\n{}\r\n0\r\n\r\n")
+        assert (await client.reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 422 ")
+        client.close()
+
+
 async def trickle(client: RawClient, half: bytes) -> None:
     """Send a text byte by byte: progress does not extend the time limit."""
     for i in range(len(half)):
