@@ -281,7 +281,7 @@ def keepalive_options() -> dict[int, int]:
 
 def describe_error(error: BaseException) -> str:
     """Describe an error of the broker, or of the connection to it, in one line without passwords."""
-    text = re.sub(r"//[^@\s]*@", "//", " ".join(str(error).split()))[:200]
+    text = re.sub(r"//\S*@", "//", " ".join(str(error).split()))[:200]
     if tls := re.search(r"Error 1 connecting to (\S+)\. .*(\[SSL: .*)", text):
         return f"no TLS with the broker, whose certificate ssl_ca_certs must trust ({tls[1]}: {tls[2]})"
     text = re.sub(

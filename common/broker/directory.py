@@ -52,7 +52,7 @@ class PoolEntry:
         return (self.waiting + self.rows) / max(1, self.capacity)
 
 
-URL = re.compile(r"(?P<scheme>[^:]+)://(?:(?P<user>[^@?]*)@)?(?P<place>[^?]*)(?:\?(?P<options>.*))?")
+URL = re.compile(r"(?P<scheme>[^:]+)://(?:(?P<user>[^/?]*)@)?(?P<place>[^?]*)(?:\?(?P<options>.*))?")
 DATABASE = "db"
 """The option that says where keys are, not how to reach the broker."""
 

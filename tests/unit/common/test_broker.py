@@ -157,6 +157,7 @@ async def test_a_node_of_a_cluster_is_refused() -> None:
         (exceptions.BusyLoadingError("Redis is loading the dataset in memory"), "LOADING"),
         (exceptions.ConnectionError("Connection closed by server."), "no connection"),
         (exceptions.ConnectionError("redis://user:secret@host is away"), "redis://host is away"),
+        (exceptions.ConnectionError("redis://user:p@secret@host is away"), "redis://host is away"),
         (TimeoutError(), "did not answer in time"),
         (OSError(errno.ENETUNREACH, "Network is unreachable"), "Network is unreachable"),
         (exceptions.ResponseError("WRONGTYPE not\nso"), "the broker refused (WRONGTYPE not so)"),
@@ -473,6 +474,8 @@ async def test_the_end_of_a_connection_is_told_although_replies_are_held(
             "redis+sentinel://h1:26379,h2/service/1",
         ),
         ("redis://u:p%40ss%2F@host", "redis://host"),
+        ("redis://u:p@secret@host", "redis://host"),
+        ("unix://u:p@secret@/run/a@b", "unix:///run/a@b"),
     ],
 )
 def test_an_address_has_no_credentials(url: str, address: str) -> None:
