@@ -68,10 +68,10 @@ return replies
 -- needs: lib/terminal, lib/usage
 -- Publish the batcher's terminal of a request that no worker holds, and count its tokens.
 -- KEYS request, tokens, usage, webhooks
--- ARGV reason, num_tokens, error_text, error_type, records, kept_ms, channel, payload
+-- ARGV reason, num_tokens, error_text, error_type, kept_ms, channel, payload
 -- Returns 1, or 0 when it has ended already.
 local is_first = finish(
-  webhooks, request, tokens, reason, num_tokens, error_text, error_type, records, kept_ms, channel, payload
+  webhooks, request, tokens, reason, num_tokens, error_text, error_type, '', kept_ms, channel, payload
 )
 if not is_first then return 0 end
 local meter = load_usage()

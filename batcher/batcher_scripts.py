@@ -8,7 +8,7 @@ from common.broker.heartbeat import ProcessBeat
 from common.broker.keys import STREAMS_TTL_MS, TOKENS_TTL_MS, Keys, request_keys
 from common.broker.lua import Args, Argument, Fields, ScriptCall, call_script, in_pairs
 from common.messages.codec import encode
-from common.messages.events import Terminal, kept_records
+from common.messages.events import Terminal
 from common.messages.plan import Plan
 
 
@@ -55,16 +55,13 @@ def dequeue(keys: Keys, entries: Mapping[str, str]) -> ScriptCall[list[int]]:
     )
 
 
-def finish(
-    keys: Keys, end: Terminal, *, records: bytes, kept_ms: int, channel: str, payload: bytes
-) -> ScriptCall[bool]:
+def finish(keys: Keys, end: Terminal, *, kept_ms: int, channel: str, payload: bytes) -> ScriptCall[bool]:
     """Set and publish the terminal of a request that no worker holds. False if it has ended already."""
     args: Args = {
         "reason": end.reason,
         "num_tokens": end.num_tokens,
         "error_text": end.error,
         "error_type": end.error_type,
-        "records": kept_records(end, records),
         "kept_ms": kept_ms,
         "channel": channel,
         "payload": payload,

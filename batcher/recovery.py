@@ -278,7 +278,7 @@ class Recovery:
         number = self.channels.next_number(channel) if channel else 0
         events = Events(self.channels.source, number, terminals=[terminal])
         ended = batcher_scripts.finish(
-            self.pool.keys, terminal, records=b"", kept_ms=kept_ms, channel=channel, payload=encode(events)
+            self.pool.keys, terminal, kept_ms=kept_ms, channel=channel, payload=encode(events)
         )
         await self.pool.run(ended)
 

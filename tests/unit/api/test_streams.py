@@ -399,10 +399,9 @@ async def test_a_result_with_other_tokens_is_withdrawn(redis: Redis, relay: Rela
     records = pack_columns(other, [0.0, 0.0], [])
     await run_script(
         redis,
-        batcher_scripts.finish(
-            KEYS, Terminal("r", "length", 2), records=records, kept_ms=60_000, channel="", payload=b""
-        ),
+        batcher_scripts.finish(KEYS, Terminal("r", "length", 2), kept_ms=60_000, channel="", payload=b""),
     )
+    await redis.set(KEYS.tokens("r"), records)
     await publish(relay, 2, end(2))
     await wait_until(lambda: relay.filler.offers.num_offers)
     state = await committed(redis)

@@ -147,7 +147,7 @@ async def test_only_the_first_terminal_is_published(redis: Redis, published: Pub
     await create_logs(redis)
 
     async def finish(end: Terminal, payload: bytes) -> bool:
-        call = batcher_scripts.finish(KEYS, end, records=b"", kept_ms=60_000, channel="ch", payload=payload)
+        call = batcher_scripts.finish(KEYS, end, kept_ms=60_000, channel="ch", payload=payload)
         return await run_script(redis, call)
 
     assert await finish(Terminal("r1", "cancelled", 1, "cancelled: client", "cancelled"), b"cancelled")
@@ -614,7 +614,7 @@ async def test_what_a_dead_worker_has_left_is_counted_when_it_is_saved(redis: Re
         assert await total(redis) == numbers(20, 16, 7)
     await publish_plan(redis, "5-2", [("r1", 2, 7)])
     call = batcher_scripts.finish(
-        KEYS, terminal_for("r1", "timeout", 7), records=b"", kept_ms=1000, channel="", payload=b""
+        KEYS, terminal_for("r1", "timeout", 7), kept_ms=1000, channel="", payload=b""
     )
     assert await run_script(redis, call)
     assert (await total(redis))["completion_tokens"] == 7
