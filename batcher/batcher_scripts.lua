@@ -50,6 +50,7 @@ return {'OK'}
 -- KEYS requests, places, ...
 -- ARGV ...
 -- More keys: request, tokens of each. More arguments: entry id of each.
+-- A request that has another entry by now has ended, and its id was asked for again.
 -- Returns for each 1, or 0 when it has not ended: the worker that said so was not the one to say it.
 local replies, ended = {}, {}
 for i = first_arg, #ARGV do
@@ -57,6 +58,7 @@ for i = first_arg, #ARGV do
   local tokens = KEYS[first_key + 2 * (i - first_arg) + 1]
   local is_known = redis.call('TYPE', request).ok == 'hash'
   local has_ended = not is_known or redis.call('HEXISTS', request, 'terminal') == 1
+    or (redis.call('HGET', request, 'entry') or ARGV[i]) ~= ARGV[i]
   if has_ended then ended[#ended + 1] = ARGV[i] end
   if not is_known then redis.call('DEL', tokens) end
   replies[#replies + 1] = has_ended and 1 or 0

@@ -1,6 +1,6 @@
 """Scripts of the batcher: one function for each Lua script that batchers run."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.broker.committed import Committed
@@ -44,15 +44,14 @@ def read_plan_reply(reply: list[Any]) -> tuple[str, list[int]]:
     return status.decode(), [number - 1 for number in rest] if status == b"refused" else []
 
 
-def dequeue(keys: Keys, entries: Mapping[str, str]) -> ScriptCall[list[int]]:
+def dequeue(keys: Keys, entries: Sequence[tuple[str, str]]) -> ScriptCall[list[int]]:
     """Remove the entries of ended requests from the queue. 0 for each that has not ended.
 
     Args:
-        entries: request id → id of its entry.
+        entries: (request id, id of its entry).
     """
-    return call_script(
-        "dequeue", list, keys, more_keys=request_keys(keys, entries), more_args=[*entries.values()]
-    )
+    names, ids = [name for name, _ in entries], [entry_id for _, entry_id in entries]
+    return call_script("dequeue", list, keys, more_keys=request_keys(keys, names), more_args=ids)
 
 
 def finish(keys: Keys, end: Terminal, *, kept_ms: int, channel: str, payload: bytes) -> ScriptCall[bool]:

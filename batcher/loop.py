@@ -144,8 +144,12 @@ class Batcher:
         is_new = self.requests in self.inbox.last_ids
         sequence = inbox.parse_sequence(entry, now_ms if is_new else inbox.parse_queued_ms(entry, now_ms))
         if (known := self.scheduler.sequences.get(sequence.request_id)) is not None:
-            self.pending.add(partial(self.recovery.replace_entry, known, entry))
-            return
+            is_same = known.request.digest == sequence.request.digest
+            if is_same and known not in self.scheduler.outcomes.finished:
+                self.pending.add(partial(self.recovery.replace_entry, known, entry))
+                return
+            self.pending.add(partial(self.recovery.delete_entry, "", known.entry_id))
+            self.scheduler.forget(known)  # it has ended: its id was asked for again
         self.scheduler.register(sequence)
         if is_new and sequence.request.num_shown:
             self.pending.defer(partial(self.recovery.restore, [sequence]))

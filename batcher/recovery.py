@@ -160,21 +160,24 @@ class Recovery:
         return self.enqueue(sequences, states)
 
     def dequeue(self, sequences: list[Sequence]) -> None:
-        """Remove requests that have their terminals from the queue and from the scheduler. One that has none
-        is resumed: the worker that reported its end was not allowed to end it.
+        """Remove requests that have their terminals from the scheduler, and then from the queue: their ids
+        may come again at any time. One that has none is resumed: the worker that reported its end was not
+        allowed to end it.
         """
+        for sequence in sequences:
+            self.scheduler.forget(sequence)
 
         def call(part: list[Sequence]) -> ScriptCall[list[int]]:
-            entries = {one.request_id: one.entry_id for one in part}
+            entries = [(one.request_id, one.entry_id) for one in part]
             return batcher_scripts.dequeue(self.pool.keys, entries)
 
         def on_reply(part: list[Sequence], flags: list[int]) -> list[Action]:
             left = []
             for sequence, has_ended in zip(part, flags, strict=True):
                 if has_ended:
-                    self.scheduler.forget(sequence)
                     self.timeline.record_dequeued(sequence)
-                else:
+                elif sequence.request_id not in self.scheduler.sequences:
+                    self.scheduler.register(sequence)
                     left.append(sequence)
             return [partial(self.resume, left)] if left else []
 
@@ -284,7 +287,7 @@ class Recovery:
 
     async def delete_entry(self, request_id: str, entry_id: str) -> None:
         """Remove an entry from the queue, unless its request has not ended."""
-        await self.pool.run(batcher_scripts.dequeue(self.pool.keys, {request_id: entry_id}))
+        await self.pool.run(batcher_scripts.dequeue(self.pool.keys, [(request_id, entry_id)]))
 
 
 def ids_of(sequences: Iterable[Sequence]) -> list[str]:

@@ -83,6 +83,9 @@ class Scheduler:
         return self.now_ms - self.called_ms < CALLERS_MS
 
     def enqueue(self, sequence: Sequence) -> None:
+        """Have a request wait, unless its id is another request's by now."""
+        if self.sequences.get(sequence.request_id, sequence) is not sequence:
+            return
         if sequence.stop_reason or sequence.crash_count >= MAX_CRASHES:
             self.outcomes.to_finish.append((sequence, sequence.stop_reason or "poison"))
             return
@@ -138,7 +141,8 @@ class Scheduler:
         while self.deadlines and self.deadlines[0][0] <= now_ms:
             request_id = heapq.heappop(self.deadlines)[1]
             sequence = self.sequences.get(request_id)
-            self.cancel(request_id, "timeout" if sequence is None or sequence.attempt else "expired")
+            if sequence is not None and sequence.deadline_ms <= now_ms:  # else it was an earlier one's
+                self.cancel(request_id, "timeout" if sequence.attempt else "expired")
         if len(self.deadlines) > 2 * len(self.sequences) + 1000:
             self.deadlines = [(sequence.deadline_ms, name) for name, sequence in self.sequences.items()]
             heapq.heapify(self.deadlines)
@@ -148,8 +152,10 @@ class Scheduler:
         return min(at_most, self.deadlines[0][0] - now_ms) if self.deadlines else at_most
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop a request that has its terminal and whose queue entry is deleted."""
-        if self.sequences.pop(sequence.request_id, None):
+        """Drop a request that has its terminal."""
+        if self.sequences.get(sequence.request_id) is sequence:
+            del self.sequences[sequence.request_id]
+            sequence.waiting = False
             gateway = sequence.request.gateway
             self.gateways[gateway] -= 1
             if not self.gateways[gateway]:

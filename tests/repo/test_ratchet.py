@@ -14,11 +14,11 @@ from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
     "api": (12_518, 24_225),
-    "batcher": (2_794, 4_816),
+    "batcher": (2_807, 4_825),
     "gpu_worker": (10_808, 20_519),
     "common": (3_732, 7_454),
     "deploy": (2_497, 4_325),
-    "tests": (29_481, 51_408),
+    "tests": (29_529, 51_474),
     "benchmarks": (2_561, 4_302),
 }
 MOST_WORDS_OF_DOCS = 21_826

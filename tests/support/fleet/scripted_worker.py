@@ -310,8 +310,8 @@ class FakeWorker:
             await self.dequeue(row.request.request_id)
 
     async def dequeue(self, request_id: str) -> None:
-        entry = {request_id: self.entry_ids.pop(request_id)}
-        await run_script(self.redis, batcher_scripts.dequeue(self.keys, entry))
+        entry = request_id, self.entry_ids.pop(request_id)
+        await run_script(self.redis, batcher_scripts.dequeue(self.keys, [entry]))
         self.live.pop(request_id, None)
 
     async def repeat(self) -> None:

@@ -289,6 +289,57 @@ async def test_a_broker_that_has_lost_plans_it_had_taken_ends_the_epoch(
         await turns(batcher)
 
 
+@pytest.mark.parametrize("digest", ["d", "other"])
+@pytest.mark.parametrize("ends", ["in the batcher", "dequeued", "on a worker"])
+async def test_an_id_that_comes_again_after_its_end_is_a_request_of_its_own(
+    batcher: Batcher, redis: Redis, ends: str, digest: str
+) -> None:
+    """Whatever the batcher still has to do for the first one; another gateway may ask again."""
+    again = replace(make_request("r1"), digest=digest, channel="other")
+    await batcher.start_epoch()
+    if ends == "on a worker":
+        await join(batcher, redis)
+    await admit(redis, make_request("r1"))
+    await turns(batcher, 2)
+    publish = batcher.recovery.publish
+
+    async def ask_again() -> None:
+        await redis.delete(KEYS.request("r1"))
+        await admit(redis, again)
+
+    async def publish_end(*args: Any) -> None:
+        await publish(*args)
+        await ask_again()
+
+    if ends == "in the batcher":
+        batcher.recovery.publish = publish_end  # type: ignore[method-assign, assignment]
+        batcher.scheduler.cancel("r1", "timeout")
+    elif ends == "dequeued":
+        release = hold_replies(batcher)
+        batcher.scheduler.cancel("r1", "timeout")
+        async with asyncio.timeout(30):
+            while await redis.xlen(KEYS.requests):
+                await batcher.turn()
+        await ask_again()
+        [(last, _)] = await redis.xrange(KEYS.requests)
+        while batcher.inbox.last_ids[KEYS.requests] != last.decode():
+            await batcher.turn()
+        release()
+    else:
+        await redis.xadd(
+            KEYS.reports("w1"),
+            {"report": encode(Report(2, batcher.epoch, 2, 5, ended=[(1, "nan", 3)], released=[(1, 3)]))},
+            id="2-0",
+        )
+        await ask_again()
+    await turns(batcher)
+    [sequence] = batcher.scheduler.sequences.values()
+    assert (sequence.request, sequence.stop_reason) == (again, "")
+    assert sequence.waiting or sequence.row is not None
+    assert await redis.xlen(KEYS.requests) == 1
+    assert not await redis.hexists(KEYS.request("r1"), "terminal")  # type: ignore[misc]
+
+
 # --- recovery ---------------------------------------------------------------------------------------------
 
 
@@ -445,7 +496,7 @@ async def test_nothing_is_lost_with_the_registry(keeper: AdapterKeeper) -> None:
 async def test_a_broker_that_has_forgotten_the_scripts_learns_them_again(redis: Redis) -> None:
     done: list[Any] = []
     queue = ActionQueue(redis)
-    call = batcher_scripts.dequeue(Keys("test"), {"r": "1-0"})
+    call = batcher_scripts.dequeue(Keys("test"), [("r", "1-0")])
     one = ScriptAction(lambda: call, lambda reply: done.append(reply) or [])  # type: ignore[func-returns-value]
     queue.add(one)
     await run_all(queue)

@@ -40,7 +40,7 @@ REQUEST = Generate("r1", "d", b"", StoppingParams(1), channel="ch", gateway="g")
 
 
 async def dequeue(redis: Redis, request_id: str, entry_id: str) -> bool:
-    return await run_script(redis, batcher_scripts.dequeue(KEYS, {request_id: entry_id})) == [1]
+    return await run_script(redis, batcher_scripts.dequeue(KEYS, [(request_id, entry_id)])) == [1]
 
 
 async def create_logs(redis: Redis, name: str = "w1", owner: str = "w1") -> bool:
@@ -337,7 +337,7 @@ async def test_one_call_returns_the_places_of_all_that_have_ended(redis: Redis) 
         if name != "2":
             await redis.hset(KEYS.request(name), "terminal", "length")  # type: ignore[misc]
     assert await dequeue(redis, "1", queued["1"])
-    assert await run_script(redis, batcher_scripts.dequeue(KEYS, queued)) == [1, 0, 1, 1]
+    assert await run_script(redis, batcher_scripts.dequeue(KEYS, [*queued.items()])) == [1, 0, 1, 1]
     places = await redis.hgetall(KEYS.places)  # type: ignore[misc]
     counts = [
         int(places[name]) for name in (b"all", b"requests:standard", b"bytes:standard", b"requests:batch")

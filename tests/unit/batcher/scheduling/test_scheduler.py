@@ -280,6 +280,19 @@ def test_batch_rows_give_their_blocks_one_after_the_other() -> None:
     pool.check_blocks_returned()
 
 
+def test_a_deadline_is_that_of_the_request_that_has_the_id_now() -> None:
+    pool = Pool(0, num_blocks=100, seed=1)
+    for ttl_ms in (1000, 5000):
+        pool.scheduler.expire(1000)
+        pool.add(one := request("r", 3, 4, ttl_ms=ttl_ms))
+        if ttl_ms == 1000:
+            pool.scheduler.forget(one)
+    for now_ms, ends in ((2000, []), (6000, [("r", "expired")])):
+        pool.scheduler.expire(now_ms)
+        pool.decide()
+        assert pool.to_finish == ends
+
+
 # --- turn callers -------------------------------------------------------------------------------------------
 
 TTL_MS = 600_000
