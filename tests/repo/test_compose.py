@@ -237,12 +237,18 @@ def test_an_image_holds_what_it_needs(file: str, command: str, torch: bool, tmp_
 
 
 def test_the_override_for_two_machines_changes_services_and_settings_that_exist() -> None:
+    yaml.SafeLoader.add_constructor("!reset", lambda *_: None)
     override = yaml.safe_load((ROOT / "deploy/several_machines.yml").read_text())
     assert override["services"].keys() <= COMPOSE["services"].keys()
+    worker, broker = ({**SERVICES[name], **override["services"][name]} for name in ("gpu_worker", "redis"))
+    assert worker["network_mode"] == "host" and not worker["networks"], "Compose refuses both"
+    assert broker["ports"] and "watched" in broker["networks"], "an internal network publishes no port"
     environ = {
         name: re.sub(r"\$\{(\w+):.*\}", lambda match: DEPLOYED[match[1]], value)
         for name, value in override["services"]["gpu_worker"]["environment"].items()
     }
+    own, overridden = (urlsplit(one["REDIS_URL"]) for one in (SERVICES["gpu_worker"]["environment"], environ))
+    assert overridden == own._replace(netloc="worker@127.0.0.1:6379")
     settings = Settings.read([], environ)
     assert [info.rank for info in machine_ranks(settings, 16)] == [*range(8, 16)]
     assert f":{settings.metrics_port}/" in override["services"]["gpu_worker"]["healthcheck"]["test"][-1]
