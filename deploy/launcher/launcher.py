@@ -597,7 +597,7 @@ async def end_stopped(fleet: LocalFleet) -> None:
 
 FIXED = (
     *("port", "hostname", "gateway_port", "metrics_port", "redis_url", "pool", "model_id", "revision"),
-    *("num_gateways", "num_batchers", "num_workers", "nnodes", "node_rank"),
+    *("models", "num_gateways", "num_batchers", "num_workers", "nnodes", "node_rank"),
 )
 """Settings that a roll cannot change: where the fleet listens, what it serves, how many processes it has."""
 BESIDE = ("worker", "batcher")
@@ -609,15 +609,12 @@ class Roll:
     """One roll.
 
     Attributes:
-        settings: after it.
-        changed, before: variables of processes that differ, as they will be and as they were.
+        settings: after it; until then the fleet's are those of before.
         start: supervises one more process.
     """
 
     fleet: LocalFleet
     settings: Settings
-    changed: Mapping[str, str]
-    before: Mapping[str, str]
     start: Callable[[SupervisedProcess], object]
     say: Say
 
@@ -636,24 +633,30 @@ class Roll:
         for name in given:
             if name.lower() in FIXED:
                 raise SettingError(name, "cannot be changed by a roll; start the fleet anew")
-        old = fleet.settings.environ()
-        settings = Settings.read([], {**old, **given})
-        new = settings.environ()
-        changed = {name: new.get(name, "") for name in old | new if new.get(name, "") != old.get(name, "")}
-        before = {name: old.get(name, "") for name in changed}
-        return cls(fleet, settings, changed, before, start, say)
+        settings = Settings.read([], {**fleet.settings.environ(), **given})
+        return cls(fleet, settings, start, say)
+
+    def changed(self, environ: Mapping[str, str], back: bool = False) -> dict[str, str]:
+        """The environment of a process or template with the settings after the roll; `back`: before it."""
+        old, new = (self.settings, self.fleet.settings) if back else (self.fleet.settings, self.settings)
+        before, after = (one.of_pool(environ["POOL"]).environ() for one in (old, new))
+        return {**environ, **{name: value for name, value in after.items() if value != before[name]}}
 
     async def run(self) -> None:
-        """Replace every process. Raises OrderFailed; the processes that are not replaced run as before."""
+        """Replace every process. Raises OrderFailed; processes that are not replaced run as before, and the
+        others do from their next start on.
+        """
         for template in self.fleet.templates:  # it has read the files and settings of before
-            await template.renew(self.changed)
+            await template.renew(self.changed(template.environ))
         try:
             for members in (self.fleet.workers, self.fleet.batchers, self.fleet.gateways):
                 for process in [*members]:
                     await self.replace(members, process)
         except OrderFailed:
+            for process in self.fleet.ours:
+                process.environ = self.changed(process.environ, back=True)
             for template in self.fleet.templates:
-                await template.renew(self.before)
+                await template.renew(self.changed(template.environ, back=True))
             raise
         self.fleet.settings = self.settings
 
@@ -667,7 +670,7 @@ class Roll:
         """Start a successor, and end the old process once that is ready. Return whether there was room for
         both: a GPU holds one worker.
         """
-        environ = {**old.environ, **self.changed, WAITS_FOR_PORT: "1"}
+        environ = self.changed(old.environ) | {WAITS_FOR_PORT: "1"}
         new = replace(old, environ=environ, incarnation="", running=None, restarts=Restarts())
         members.append(new)
         self.start(new)
@@ -686,14 +689,13 @@ class Roll:
     async def replace_in_place(self, process: SupervisedProcess) -> None:
         """End a process, and wait until its supervisor's next run of it is ready."""
         was = process.incarnation
-        process.environ = {**process.environ, **self.changed}
+        process.environ = self.changed(process.environ)
         running = process.running
         await process.end(self.settings.graceful_termination_timeout + LAST_WORDS_S)
         while process.incarnation == was or process.running is running:
             self.check_fleet()
             await asyncio.sleep(POLL_S)
         if not await self.becomes_ready(process):
-            process.environ = {**process.environ, **self.before}
             raise OrderFailed(f"{process.name} did not start, as the log says; it starts again as it was")
 
     async def becomes_ready(self, process: SupervisedProcess) -> bool:

@@ -221,9 +221,9 @@ class Template:
         if await self.receive() != DONE:
             raise OSError("it ended while it imported")
 
-    async def renew(self, changed: Mapping[str, str]) -> None:
-        """End the process; the next one reads files anew and has these variables changed."""
-        self.environ = {**self.environ, **changed}
+    async def renew(self, environ: Mapping[str, str]) -> None:
+        """End the process; the next one reads files anew and has these variables."""
+        self.environ = environ
         await self.end()
 
     async def end(self) -> None:

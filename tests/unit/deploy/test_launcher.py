@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import psutil
 import pytest
@@ -28,9 +29,11 @@ from common.process.launch import WEIGHTS_VARIABLE
 from common.settings.settings import SettingError, Settings
 from deploy.launcher import launcher, prepare
 from deploy.launcher import process as processes
+from deploy.launcher.control_socket import OrderFailed
 from deploy.launcher.embedded_broker import PREFIX, Broker, embedded
 from deploy.launcher.launcher import (
     LocalFleet,
+    Roll,
     can_load,
     describe_wait,
     has_memory,
@@ -252,6 +255,26 @@ def test_the_command_to_try_has_a_proxys_address_and_the_header_of_a_key_but_not
     said = last_lines(Settings(api_key="secret"))
     assert '-H "Authorization: Bearer $API_KEY"' in said and "secret" not in said
     assert "curl -N https://a.io:443/generate_stream" in said
+
+
+async def test_a_roll_changes_the_settings_of_each_pool_or_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = {"batcher": 1, "worker": 2}
+    fleet = new_fleet(Settings(device="cpu", models=("b=x",), preload=False), None, counts)
+    fleet.was_ready = True
+
+    async def roll(*become_ready: bool, **variables: str) -> list[str]:
+        monkeypatch.setattr(Roll, "becomes_ready", AsyncMock(side_effect=become_ready))
+        order = {"settings": variables}
+        await Roll.prepare(fleet, order, lambda process: None, lambda line: None).run()
+        return [process.environ["SERVED_MODEL_NAME"] for process in fleet.ours]
+
+    before = [process.environ for process in fleet.ours]
+    with pytest.raises(SettingError, match="MODELS: cannot be changed by a roll"):
+        await roll(MODELS="c=x")
+    with pytest.raises(OrderFailed, match="w1 stays"):
+        await roll(True, False, SERVED_MODEL_NAME="m")
+    assert all(old.items() <= one.environ.items() for old, one in zip(before, fleet.ours, strict=True))
+    assert await roll(*[True] * 4, SERVED_MODEL_NAME="m") == ["m", "b", "m", "m"]
 
 
 # --- supervised process -------------------------------------------------------------------------------------
