@@ -236,6 +236,13 @@ def test_an_image_holds_what_it_needs(file: str, command: str, torch: bool, tmp_
     assert started.returncode == os.EX_CONFIG and "REDIS_URL: is not set" in started.stderr
 
 
+def test_tgi_s_image_has_an_init() -> None:
+    """The other images get theirs from Compose and Kubernetes; TGI's line starts none."""
+    text = (ROOT / "deploy/Dockerfile.tgi").read_text()
+    [words] = re.findall("^ENTRYPOINT (.*)$", text, re.MULTILINE)
+    assert json.loads(words) == ["tini", "-s", "--", "text-generation-launcher"] and " tini " in text
+
+
 def test_the_override_for_two_machines_changes_services_and_settings_that_exist() -> None:
     yaml.SafeLoader.add_constructor("!reset", lambda *_: None)
     override = yaml.safe_load((ROOT / "deploy/several_machines.yml").read_text())
