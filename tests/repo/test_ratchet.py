@@ -17,8 +17,8 @@ MOST = {  # statements, lines
     "batcher": (2_807, 4_825),
     "gpu_worker": (10_808, 20_519),
     "common": (3_732, 7_454),
-    "deploy": (2_497, 4_325),
-    "tests": (29_529, 51_474),
+    "deploy": (2_496, 4_325),
+    "tests": (29_573, 51_533),
     "benchmarks": (2_561, 4_302),
 }
 MOST_WORDS_OF_DOCS = 21_826
