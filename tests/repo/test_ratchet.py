@@ -21,7 +21,7 @@ MOST = {  # statements, lines
     "tests": (29_573, 51_533),
     "benchmarks": (2_561, 4_302),
 }
-MOST_WORDS_OF_DOCS = 21_826
+MOST_WORDS_OF_DOCS = 21_837
 SLACK = 0.01
 
 
