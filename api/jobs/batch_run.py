@@ -150,8 +150,8 @@ class BatchRun:
         Raises ApiError: 404 if a part of it is gone, 503.
         """
         file = await self.store.find_kept(self.batch.owner, self.batch.input_file_id)
-        async for text in lines_of(self.store.read(file, offset), self.pool.max_body_bytes):
-            number, offset = number + 1, offset + len(text) + 1
+        async for text, size in lines_of(self.store.read(file, offset), self.pool.max_body_bytes):
+            number, offset = number + 1, offset + size + 1
             if text.strip():
                 yield number, offset, text
 

@@ -238,17 +238,21 @@ def no_file(file_id: str) -> ApiError:
     return ApiError(404, "not_found", f"No such File object: {file_id[:100]}", "id")
 
 
-async def lines_of(chunks: AsyncIterator[bytes], max_bytes: int) -> AsyncIterator[bytes]:
-    """The lines of a file, without their ends. A line beyond the limit comes cut, one byte too long."""
-    rest = bytearray()
+async def lines_of(chunks: AsyncIterator[bytes], max_bytes: int) -> AsyncIterator[tuple[bytes, int]]:
+    """The lines of a file, without their ends, and the size of each in the file, without its end. A line
+    beyond the limit comes cut, one byte too long.
+    """
+    rest, size = bytearray(), 0
     async for chunk in chunks:
         *lines, tail = chunk.split(b"\n")
         for line in lines:
-            yield bytes(rest + line)[: max_bytes + 1]
+            yield bytes(rest + line)[: max_bytes + 1], size + len(line)
             rest.clear()
+            size = 0
         rest += tail[: max_bytes + 1 - len(rest)]
+        size += len(tail)
     if rest:
-        yield bytes(rest)
+        yield bytes(rest), size
 
 
 # --- upload -------------------------------------------------------------------------------------------------

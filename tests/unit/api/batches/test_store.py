@@ -22,14 +22,14 @@ async def parts(*texts: bytes) -> AsyncIterator[bytes]:
 @pytest.mark.parametrize(
     ("given", "lines"),
     [
-        ((b"a\nb", b"c\n", b"d"), [b"a", b"bc", b"d"]),
-        ((b"1234", b"5678", b"9\nb\n"), [b"12345", b"b"]),
-        ((b"123456789",), [b"12345"]),
-        ((b"\n\n",), [b"", b""]),
+        ((b"a\nb", b"c\n", b"d"), [(b"a", 1), (b"bc", 2), (b"d", 1)]),
+        ((b"1234", b"5678", b"9\nb\n"), [(b"12345", 9), (b"b", 1)]),
+        ((b"123456789",), [(b"12345", 9)]),
+        ((b"\n\n",), [(b"", 0), (b"", 0)]),
     ],
 )
 async def test_a_line_beyond_the_limit_is_cut_and_never_held_whole(
-    given: tuple[bytes, ...], lines: list[bytes]
+    given: tuple[bytes, ...], lines: list[tuple[bytes, int]]
 ) -> None:
     assert [line async for line in lines_of(parts(*given), 4)] == lines
 
