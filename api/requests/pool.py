@@ -175,8 +175,9 @@ class Pool:
 
     @property
     def shows_pictures(self) -> bool:
-        """Whether a request may have pictures."""
-        return self.tokenizer.pictures is not None and any(one.pictures for one in self.workers.ready)
+        """Whether a request may have pictures, as far as the workers have said."""
+        ready = self.workers.ready
+        return self.tokenizer.pictures is not None and (not ready or any(one.pictures for one in ready))
 
     @property
     def task(self) -> str:

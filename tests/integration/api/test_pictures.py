@@ -15,13 +15,16 @@ from redis.asyncio import Redis
 from api.app import Gateway
 from api.errors import ApiError
 from api.prompts.pictures import hold_pictures, keep_picture, let_go_pictures
+from api.prompts.tokenizer import ModelTokenizer
 from api.streams.stream import new_stream
 from common.broker.lua import run_script
 from common.messages.records import unpack_ids
 from common.messages.request import Generate
 from common.pictures import Size
+from common.settings.settings import Settings
 from deploy.launcher.embedded_broker import Broker
 from tests.support.broker_state import KEYS
+from tests.support.fleet.gateways import serving
 from tests.support.fleet.scripted_worker import Answer, FakeWorker
 from tests.support.jobs import Service
 from tests.support.pictures import (
@@ -190,6 +193,10 @@ async def test_bodies_are_as_large_as_pictures_need_where_the_model_sees(
     monkeypatch.setattr("api.requests.pool.PICTURE_PAYLOAD_LIMIT", 5000)
     make_processor("qwen2_vl", tmp_path)
     limits: dict[str, Any] = {"payload_limit": 1000}
+    tokenizer = ModelTokenizer(Settings(model_id=str(tmp_path)))
+    async with serving(broker.url, tokenizer=tokenizer, **limits) as (_, client):
+        early = await client.post("/generate", json={"inputs": "a", "pad": "a" * 4000})
+        assert early.status_code == 503, "no worker is ready"
     async with showing(broker.url, tmp_path, ANSWER, **limits) as (_, _, client):
         assert (await client.get("/info")).json()["model_pipeline_tag"] == "image-text-to-text"
         assert (await client.post("/generate", json={"inputs": "a", "pad": "a" * 4000})).status_code == 200
