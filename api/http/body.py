@@ -120,10 +120,13 @@ async def read_chunks(request: Request, max_bytes: int, too_large: ApiError) -> 
         yield chunk
 
 
+def too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, "payload_too_large", f"The body is larger than {max_bytes} bytes")
+
+
 async def read_bytes(request: Request, max_bytes: int) -> bytes:
     """The body, whose digest is noted if its request may be repeated. Raises ApiError (413)."""
-    too_large = ApiError(413, "payload_too_large", f"The body is larger than {max_bytes} bytes")
-    whole = b"".join([chunk async for chunk in read_chunks(request, max_bytes, too_large)])
+    whole = b"".join([chunk async for chunk in read_chunks(request, max_bytes, too_large(max_bytes))])
     if IDEMPOTENCY_KEY in request.headers and not noted_digest(request):
         # with the path that the client called, whatever route serves it in the end
         request.state.body_digest = await offload(len(whole), partial(digest_of, request.url.path, whole))

@@ -28,7 +28,7 @@ from api.protocols.tgi import COMPAT_GENERATE, GENERATE, GENERATE_STREAM, INVOCA
 from api.requests.fields import Strict
 from api.requests.metrics import ARRIVED_S
 from api.requests.pool import Pool, Target
-from api.requests.service_terms import answer_id, own_pool, pools_of, read_service, read_terms
+from api.requests.service_terms import answer_id, pools_of, read_service, read_terms
 from api.streams.http_response import Reader, respond
 from api.webhooks import check_room, with_webhook
 from common.metrics.catalogue import POOL_REQUESTS
@@ -38,7 +38,8 @@ async def serve(protocol: Protocol, request: Request) -> Response:
     """Read the body, and answer it with a pool that serves its model, or the adapter that TGI's `adapter_id`
     names; if that one has no room, once with another one. Raises ApiError.
     """
-    data = await body.read_json(request, own_pool(request).max_body_bytes)
+    pools = pools_of(request)
+    data = await body.read_json(request, pools.max_body_bytes)
     route = request.url.path
     if protocol.by_field:
         names, rows = (await body.parse(body.AnyBody, data)).model_fields_set, protocol.by_field
@@ -46,9 +47,10 @@ async def serve(protocol: Protocol, request: Request) -> Response:
         route = protocol.path
     parsed = await body.parse(protocol.body, data)
     model = request.path_params.get("model", getattr(parsed, "model", None))
-    pools = pools_of(request)
     target = await pools.target(model, getattr(parsed, "adapter_id", None))
     first, *others = await pools.tried(target)
+    if len(data) > first.max_body_bytes:
+        raise body.too_large(first.max_body_bytes)
     try:
         return await serve_on(protocol, request, route, parsed, target, first)
     except ApiError as error:

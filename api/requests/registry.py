@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from api.errors import LOADING_S, cut, invalid, model_not_found, quoted, unavailable
 from api.prompts.tokenizer import ModelTokenizer
 from api.requests.monitors import Monitor
-from api.requests.pool import Pool, Target, is_named, names_own
+from api.requests.pool import PICTURE_PAYLOAD_LIMIT, Pool, Target, is_named, names_own
 from common.broker.client import broker_url
 from common.broker.directory import (
     DATABASE,
@@ -139,6 +139,13 @@ class PoolRegistry:
 
     def all(self) -> list[Pool]:
         return [self.own, *(found.pool for found in self.foreign.values())]
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Largest body that any pool takes; of pools that are not open, the model may see."""
+        own = self.own
+        is_alone = not own.settings.other_models and self.directory.pools.keys() <= {own.settings.pool}
+        return own.max_body_bytes if is_alone else max(own.max_body_bytes, PICTURE_PAYLOAD_LIMIT)
 
     # --- finding --------------------------------------------------------------------------------------------
 

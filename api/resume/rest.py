@@ -39,7 +39,7 @@ from api.protocols.responses import fields_of, read_response, render_response
 from api.protocols.table import protocol_of
 from api.requests import request_scripts
 from api.requests.request_scripts import delete_ended
-from api.requests.service_terms import REQUEST_ID_HEADER, answer_id, own_pool
+from api.requests.service_terms import REQUEST_ID_HEADER, answer_id, own_pool, pools_of
 from api.resume import attach
 from api.resume.attach import Admitted, find_own
 from api.streams.http_response import Reader, TokenStream, client_gone, render_whole
@@ -412,7 +412,7 @@ async def replay(request: Request, repeated: Repeated) -> Response:
 async def respond(request: Request, request_id: str) -> Response:
     """The answer from its start. Raises ApiError: 409, 410, 413, 424, 503; ClientDisconnect."""
     if not noted_digest(request):  # the route has not read it
-        await read_bytes(request, own_pool(request).max_body_bytes)
+        await read_bytes(request, pools_of(request).max_body_bytes)
     admitted = await find_admitted(request, request_id)
     check_same(request, admitted.answer.terms.body)
     pool, answer, _ = admitted

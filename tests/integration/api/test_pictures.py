@@ -3,6 +3,7 @@ broker keeps while a request that has them lives.
 """
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -197,6 +198,12 @@ async def test_bodies_are_as_large_as_pictures_need_where_the_model_sees(
     async with serving(broker.url, tokenizer=tokenizer, **limits) as (_, client):
         early = await client.post("/generate", json={"inputs": "a", "pad": "a" * 4000})
         assert early.status_code == 503, "no worker is ready"
+    config = json.loads((tmp_path / "config.json").read_text()) | {"max_position_embeddings": 100}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    async with serving(broker.url, models=(f"b={tmp_path}",), **limits) as (_, client):
+        for model, num_bytes, status in (("b", 4000, 400), ("b", 6000, 413), ("tgi", 4000, 413)):
+            body = {"model": model, "prompt": "a", "max_tokens": 101, "pad": "a" * num_bytes}
+            assert (await client.post("/v1/completions", json=body)).status_code == status
     async with showing(broker.url, tmp_path, ANSWER, **limits) as (_, _, client):
         assert (await client.get("/info")).json()["model_pipeline_tag"] == "image-text-to-text"
         assert (await client.post("/generate", json={"inputs": "a", "pad": "a" * 4000})).status_code == 200
