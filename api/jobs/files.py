@@ -168,28 +168,35 @@ class FileStore:
             offset = 0
 
     async def delete(self, file: StoredFile) -> None:
-        """Delete the record, then the parts. Raises ApiError: 404 if somebody else has, 503."""
+        """Delete the parts, then the record: as long as that is there, they can be found. Raises ApiError:
+        404 if somebody else has, 503.
+        """
         path = self.path(file.owner, file.id)
-        await self.call(lambda: self.fs.rm_file(path), no_file(file.id))
         await self.remove_parts(file.owner, file.id)
+        await self.call(lambda: self.fs.rm_file(path), no_file(file.id))
 
     async def remove_parts(self, owner: str, file_id: str) -> None:
         path = self.path(owner, file_id).removesuffix(".json")
+        await self.call(lambda: self.remove(path))
 
-        def remove() -> None:
-            if self.fs.exists(path):
-                self.fs.rm(path, recursive=True)
-
-        await self.call(remove)
+    def remove(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self.fs.rm(path, recursive=True)
 
     async def delete_expired(self, now_s: float, needed: Collection[str] = ()) -> int:
         """Delete the files whose time is over, but for those `needed` by batches. Returns their number.
-        Raises ApiError (503).
+        Delete, too, what has had no record for BATCH_TTL_S: of uploads that broke off, and of batches that
+        the broker has lost. Raises ApiError (503).
         """
 
         def expired() -> list[StoredFile]:
             self.fs.invalidate_cache()
-            records = self.fs.glob(f"{self.root}/of-*/*.json")
+            paths = {*self.fs.glob(f"{self.root}/of-*/*")}
+            records = {path for path in paths if path.endswith(".json")}
+            for path in paths - records - {record.removesuffix(".json") for record in records}:
+                file_id = path.rpartition("/")[2].partition(".")[0]
+                if file_id not in needed and self.is_older(path, now_s - BATCH_TTL_S):
+                    self.remove(path)
             found = [file for path in records if (file := self.try_record(path))]
             return [file for file in found if file.expired(now_s) and file.id not in needed]
 
@@ -201,6 +208,11 @@ class FileStore:
                 if error.status != 404:  # another gateway has deleted it
                     raise
         return len(found)
+
+    def is_older(self, path: str, before_s: float) -> bool:
+        """Whether all that a folder has was written before a Unix time."""
+        found = self.fs.find(path)
+        return bool(found) and max(map(self.fs.modified, found)).timestamp() < before_s
 
     def try_record(self, path: str) -> StoredFile | None:
         """The record of a file; None if it is gone, or is no record."""

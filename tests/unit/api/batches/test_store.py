@@ -1,5 +1,6 @@
 """Stored files, and their lines."""
 
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -8,10 +9,11 @@ import orjson
 import pytest
 
 from api.errors import ApiError
-from api.jobs.files import FileStore, StoredFile, lines_of
+from api.jobs.files import BATCH_TTL_S, FileStore, StoredFile, lines_of
 from common.broker.pool_client import BrokerClock
 
-FILE = StoredFile(f"file-{1:032x}", "acme", "a.jsonl", "batch", 1, 0, None, [(f"{0:09d}", 1)])
+PART = f"{0:09d}"
+FILE = StoredFile(f"file-{1:032x}", "acme", "a.jsonl", "batch", 1, 0, None, [(PART, 1)])
 
 
 async def parts(*texts: bytes) -> AsyncIterator[bytes]:
@@ -32,6 +34,27 @@ async def test_a_line_beyond_the_limit_is_cut_and_never_held_whole(
     given: tuple[bytes, ...], lines: list[tuple[bytes, int]]
 ) -> None:
     assert [line async for line in lines_of(parts(*given), 4)] == lines
+
+
+async def test_parts_without_a_record_do_not_stay_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be those of an upload, or of a batch that has not ended. A delete that fails can be tried
+    again.
+    """
+    store = FileStore(str(tmp_path), BrokerClock())
+    kept, needed, _ = names = [f"file-{number:032x}" for number in (1, 2, 3)]
+    for name in names:
+        await store.put_part("acme", name, PART, b"x")
+    await store.put_record(FILE)
+    for later_s, left in ((0, {*names}), (BATCH_TTL_S + 60, {kept, needed})):
+        assert await store.delete_expired(time.time() + later_s, [needed]) == 0
+        assert {path.parent.name for path in tmp_path.rglob(PART)} == left
+    with monkeypatch.context() as patch, pytest.raises(ApiError):
+        patch.setattr(store.fs, "rm", lambda *_, **__: 1 / 0)
+        await store.delete(FILE)
+    await store.delete(await store.find("acme", kept))
+    assert {path.name for path in (tmp_path / "of-acme").iterdir()} == {needed}
 
 
 @pytest.mark.parametrize(
