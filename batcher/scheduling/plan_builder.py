@@ -101,8 +101,8 @@ def next_plan(
 
 
 def set_lengths(replica: Replica, lengths: Iterable[tuple[int, int, int]]) -> None:
-    """Note the lengths of rows that got several tokens in a step. A grant is due if half a horizon would fill
-    a row's blocks.
+    """Note the lengths of rows that got several tokens in a step, or missed steps. A grant is due if half a
+    horizon would fill a row's blocks.
     """
     for number, kv_len, step in lengths:
         if (row := replica.rows.get(number)) is None or row.ended:

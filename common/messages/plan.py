@@ -135,9 +135,9 @@ class Report:
             read.
         step_times: (steps, those of them in which rows decoded, tokens of prompts that they computed, their
             milliseconds) since the last report, of each kind of steps.
-        lengths: (row, kv_len, step) of rows that have had several tokens in one step, by speculation: after
-            `step` they held `kv_len` tokens, and from there on they are taken to grow by one in each step,
-            until a report says more.
+        lengths: (row, kv_len, step) of rows that have had several tokens in one step, by speculation, or
+            none in many: after `step` they held `kv_len` tokens, and from there on they are taken to grow by
+            one in each step, until a report says more.
         round_trips: ms from the step at which a report was due until the engine had the next grant, of each
             since the last report.
         snapshots: blocks at whose ends the worker has kept the states of its model, and negative those of

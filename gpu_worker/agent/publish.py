@@ -382,7 +382,7 @@ class Flusher:
         """The report of the flush with this number."""
         state = self.state
         self.reported_s = time.monotonic()
-        lengths = state.take_lengths()
+        lengths = state.take_lengths(self.block_size)
         return replace(
             outbox.report,
             sequence=sequence,

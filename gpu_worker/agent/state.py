@@ -226,12 +226,16 @@ class AgentState:
         steps_left = self.granted.until - self.step
         return any(2 * row.slots_left(block_size) <= steps_left for row in self.ahead.values())
 
-    def take_lengths(self) -> list[tuple[int, int, int]]:
-        """Return `Report.lengths`: how long the rows are that are ahead."""
-        ahead, self.ahead = self.ahead, {}
-        for row in ahead.values():
+    def take_lengths(self, block_size: int) -> list[tuple[int, int, int]]:
+        """Return `Report.lengths`: how long the rows are that are ahead, or have missed a block's steps."""
+        rows, self.ahead = self.ahead, {}
+        for row in self.live:
+            missed = row.kv_len + self.step - row.at_step - row.kv_now
+            if row.kv_len and row.request.beams is None and missed >= block_size:
+                rows[row.row] = row
+        for row in rows.values():
             row.kv_len, row.at_step = row.kv_now, self.step
-        return [(row.row, row.kv_len, row.at_step) for row in ahead.values() if not row.ended]
+        return [(row.row, row.kv_len, row.at_step) for row in rows.values() if not row.ended]
 
     def next_incarnation(self) -> "AgentState":
         """The state of the next incarnation, whose engine is the same and holds no row. Numbers of rows and

@@ -250,6 +250,22 @@ async def test_reports_say_how_long_a_row_is_that_is_ahead(agent: Agent, redis: 
     assert held == {1: (len(PROMPT) + 5, 6), 2: (len(PROMPT), 2)}
 
 
+async def test_reports_say_how_long_a_row_is_that_misses_steps(agent: Agent, redis: Redis) -> None:
+    """As where prompts of batches, many adapters or missing blocks let it wait. Else its blocks are granted as
+    if it had grown.
+    """
+    for row in (1, 2):
+        await prefilled(agent, row)
+    for index in range(1, 33):
+        step_of(agent, 1, index, [6])
+        if index in (15, 16, 31, 32):
+            agent.flusher.reported_s = -math.inf
+        await agent.flusher.flush()
+    found = [(report.step, *report.lengths) for report in await reports(redis) if report.step > 2]
+    assert [row for _, *lengths in found for row, _, _ in lengths] == [2, 2]
+    assert [step for step, *lengths in found if lengths] == [18, 34]
+
+
 async def test_a_report_is_due_when_a_row_that_is_ahead_has_filled_half_of_its_blocks(
     agent: Agent, redis: Redis
 ) -> None:
