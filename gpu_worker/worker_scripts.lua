@@ -29,7 +29,7 @@ return 1
 -- of each count.
 -- More arguments: channel, payload of each message: the log has all of them, those with a channel are
 -- published; records of each prompt; attempt, base, reason, num_tokens, error_text, error_type, records,
--- kept_ms, channel, payload, num_speculated of each terminal; attempt, base, offset, records,
+-- kept_ms, channel, payload, num_used, num_speculated of each terminal; attempt, base, offset, records,
 -- num_speculated of each spill; attempt, base, num_tokens, num_speculated of each count. `num_speculated`:
 -- tokens of this attempt that needed no step of their own.
 -- Returns {'OK', ...} with one number for each spill: 1, 0 when it would leave a hole, -1 when the request is
@@ -79,13 +79,13 @@ for _ = 1, tonumber(num_prompts) do
 end
 for _ = 1, tonumber(num_terminals) do
   if holds(KEYS[key], worker, tonumber(ARGV[arg]), ARGV[arg + 1]) then
-    local _, is_first = pcall(finish, webhooks, KEYS[key], KEYS[key + 1], unpack(ARGV, arg + 2, arg + 9))
-    local number, speculated = tonumber(ARGV[arg + 3]), tonumber(ARGV[arg + 10])
+    local _, is_first = pcall(finish, webhooks, KEYS[key], KEYS[key + 1], unpack(ARGV, arg + 2, arg + 10))
+    local number, speculated = tonumber(ARGV[arg + 10]), tonumber(ARGV[arg + 11])
     if is_first == true then
       meter.count_end(usage, KEYS[key], number, ARGV[arg], speculated, ARGV[arg + 2])
     end
   end
-  key, arg = key + 2, arg + 11
+  key, arg = key + 2, arg + 12
 end
 local answer, all_spilled = {'OK'}, true
 for _ = 1, tonumber(num_spills) do

@@ -45,10 +45,12 @@ class FlushedRow(NamedTuple):
     num_speculated: int = 0
 
 
-def ended(end: Terminal, records: bytes, kept_ms: int, channel: str, payload: bytes) -> tuple[Argument, ...]:
-    """Fields of a terminal, as `finish` takes them."""
+def ended(
+    end: Terminal, records: bytes, kept_ms: int, channel: str, payload: bytes, num_used: int
+) -> tuple[Argument, ...]:
+    """Fields of a terminal, as `finish` takes them. `num_used`: tokens that its API key pays for."""
     kept = (end.reason, end.num_tokens, end.error, end.error_type, kept_records(end, records))
-    return (*kept, kept_ms, channel, payload)
+    return (*kept, kept_ms, channel, payload, num_used)
 
 
 class FlushReply(NamedTuple):

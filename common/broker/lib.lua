@@ -226,9 +226,10 @@ end
 -- request's string, both for `kept_ms`. True for the first caller only.
 -- `records` are those of all tokens, whatever the string has, or '' if none are kept. What it has reserved of
 -- the rate of its API key and not used comes back, or becomes a debt. The event of its webhook is due with
--- the terminal.
+-- the terminal. `num_used`: tokens that its key pays for, if they are others than `num_tokens`.
 local function finish(
-  webhooks, request, tokens, reason, num_tokens, error_text, error_type, records, kept_ms, channel, payload
+  webhooks, request, tokens, reason, num_tokens, error_text, error_type, records, kept_ms, channel, payload,
+  num_used
 )
   if redis.call('TYPE', request).ok ~= 'hash' then return false end
   if redis.call('HEXISTS', request, 'terminal') == 1 then return false end
@@ -237,7 +238,7 @@ local function finish(
   if reserved then
     redis.call('HDEL', request, 'key', 'reserved')
     if redis.call('HEXISTS', key, 'tokens') == 1 then
-      redis.call('HINCRBYFLOAT', key, 'tokens', reserved - num_tokens)
+      redis.call('HINCRBYFLOAT', key, 'tokens', reserved - (num_used or num_tokens))
     end
   end
   if error_text ~= '' then redis.call('HSET', request, 'error', error_text, 'error_type', error_type) end

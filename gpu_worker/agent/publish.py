@@ -350,7 +350,8 @@ class Flusher:
         request, channel = row.request, row.request.channel
         end = terminal_for(request.request_id, why, row.num_tokens)
         payload = self.event(channel, [], [end]) if channel else b""
-        return row.flushed(*ended(end, bytes(row.records), request.kept_ms, channel, payload))
+        records = bytes(row.records)
+        return row.flushed(*ended(end, records, request.kept_ms, channel, payload, row.num_used))
 
     def resync(self, flush: Flush) -> None:
         """Make a flush follow any state of the broker: it spills all tokens of its own and of live rows, and

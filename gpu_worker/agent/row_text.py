@@ -12,6 +12,7 @@ from common.detokenize import Detokenizer, StopMatcher
 from common.messages.events import TokenColumns, Tokens
 from common.messages.plan import HeldRow, NewRow
 from common.messages.records import (
+    REASONS,
     RECORD,
     pack_ids,
     pack_pairs,
@@ -161,6 +162,15 @@ class RowText:
             and self.num_tokens > self.request.stopping.min_new_tokens
             and self.matcher.step(text)
         )
+
+    @property
+    def num_used(self) -> int:
+        """Tokens of the answer: of a beam search, those of the sequences that it returns."""
+        if (beams := self.request.beams) is None:
+            return self.num_tokens
+        ids, *_ = unpack_records(bytes(self.records), 1)
+        ends = [place for place, token_id in enumerate(ids) if token_id in REASONS][: beams.num_returned]
+        return ends[-1] + 1 - len(ends) if ends else 0
 
     @property
     def kv_now(self) -> int:

@@ -15,10 +15,10 @@ from tests.support.source_tree import ROOT, parse
 MOST = {  # statements, lines
     "api": (12_536, 24_254),
     "batcher": (2_807, 4_825),
-    "gpu_worker": (10_808, 20_519),
+    "gpu_worker": (10_819, 20_536),
     "common": (3_732, 7_454),
     "deploy": (2_496, 4_325),
-    "tests": (29_603, 51_570),
+    "tests": (29_622, 51_596),
     "benchmarks": (2_561, 4_302),
 }
 MOST_WORDS_OF_DOCS = 21_837

@@ -76,9 +76,12 @@ async def save(
     return await run_script(redis, batcher_scripts.save_committed(KEYS, own_epoch=5, states={"r1": state}))
 
 
-def flushed_end(end: Terminal, records: bytes, channel: str = "", payload: bytes = b"") -> FlushedRow:
-    """The end of a request's first attempt."""
-    return FlushedRow(end.request_id, 1, 0, ended(end, records, 60_000, channel, payload))
+def flushed_end(
+    end: Terminal, records: bytes, channel: str = "", payload: bytes = b"", num_used: int | None = None
+) -> FlushedRow:
+    """The end of a request's first attempt; it has used all of its tokens by default."""
+    num_used = end.num_tokens if num_used is None else num_used
+    return FlushedRow(end.request_id, 1, 0, ended(end, records, 60_000, channel, payload, num_used))
 
 
 async def flush(
@@ -700,6 +703,16 @@ async def test_a_beam_search_sets_all_that_it_may_make_aside(redis: Redis) -> No
     assert (await admit_request(redis, beams)).outcome == "admitted"
     assert (await admit_request(redis, limited("r2", 2050))).outcome == "admitted"
     assert (await admit_request(redis, limited("r3", 2050))).outcome == "budget"
+
+
+async def test_of_a_beam_search_the_key_pays_for_what_is_returned(redis: Redis) -> None:
+    await run(redis, limited("r1", 2050))
+    await redis.hset(KEYS.request("r1"), mapping={"key": "rates", "reserved": "9"})  # type: ignore[misc]
+    await redis.hset("rates", "tokens", "1")  # type: ignore[misc]
+    end = flushed_end(Terminal("r1", "length", 7), packed(7), num_used=5)
+    assert await flush(redis, 1, terminals=[end]) == ("OK", [])
+    assert (await total(redis))["completion_tokens"] == 5
+    assert await redis.hget("rates", "tokens") == b"5"  # type: ignore[misc]
 
 
 # --- months -------------------------------------------------------------------------------------------------

@@ -214,7 +214,7 @@ async def test_a_beam_search_publishes_its_sequences_with_its_end_and_nothing_be
     assert await redis.get(KEYS.tokens("r1")) == packed
     assert not any(event.tokens for event in events)
     [end] = [end for event in events for end in event.terminals]
-    assert (end.reason, end.num_tokens) == ("eos_token", 5)
+    assert (end.reason, end.num_tokens, row.num_used) == ("eos_token", 5, 2), "it returns one sequence"
     (_, report) = await reports(redis)
     assert (report.ended, report.released, report.hashes) == ([(1, "eos_token", 2)], [(1, 6)], [])
 
@@ -251,9 +251,7 @@ async def test_reports_say_how_long_a_row_is_that_is_ahead(agent: Agent, redis: 
 
 
 async def test_reports_say_how_long_a_row_is_that_misses_steps(agent: Agent, redis: Redis) -> None:
-    """As where prompts of batches, many adapters or missing blocks let it wait. Else its blocks are granted as
-    if it had grown.
-    """
+    """As where batches, adapters or missing blocks let it wait. Else it got blocks as if it had grown."""
     for row in (1, 2):
         await prefilled(agent, row)
     for index in range(1, 33):
@@ -261,9 +259,8 @@ async def test_reports_say_how_long_a_row_is_that_misses_steps(agent: Agent, red
         if index in (15, 16, 31, 32):
             agent.flusher.reported_s = -math.inf
         await agent.flusher.flush()
-    found = [(report.step, *report.lengths) for report in await reports(redis) if report.step > 2]
-    assert [row for _, *lengths in found for row, _, _ in lengths] == [2, 2]
-    assert [step for step, *lengths in found if lengths] == [18, 34]
+    found = [(report.step, [row for row, *_ in report.lengths]) for report in await reports(redis)]
+    assert [one for one in found if one[1]] == [(18, [2]), (34, [2])]
 
 
 async def test_a_report_is_due_when_a_row_that_is_ahead_has_filled_half_of_its_blocks(
