@@ -22,17 +22,16 @@ from benchmarks.chaos.attack import Attack, draw_strikes, targets_of
 from benchmarks.chaos.outcome import Plan, describe
 from common.api_keys import IssuedKey
 from common.broker.client import connect
-from common.broker.keys import Keys
 from tests.support.broker.sentinels import secured
+from tests.support.broker_state import KEYS
 from tests.support.chaos.launcher import ChaosFleet
 from tests.support.fleet.fleet import Fleet
-from tests.support.jobs import arq_client
+from tests.support.jobs import Service, arq_client
 from tests.support.keys.issued import add_key, bearer
 from tests.support.load import Load
 from tests.support.waiting import wait_for, wait_until
 from tests.support.webhooks.receiver import SECRET, receiving
 
-KEYS = Keys("default")
 WITHOUT_MODEL = Plan(
     seed=30,
     kills=30,
@@ -176,9 +175,9 @@ class Asked:
             assert job is not None
             answer = await job.result(timeout=ENDING_S)
         else:
-            content = json.dumps({"id": name, "inputs": name, "parameters": parameters})
-            await self.redis.xadd(KEYS.submit, {"job": content, "api_key": key})
-            answer = json.loads(await wait_until(lambda: self.redis.get(KEYS.result(name)), ENDING_S))
+            service = Service(self.redis)
+            await service.submit(key, id=name, inputs=name, parameters=parameters)
+            answer = await service.result(name, ENDING_S)
         assert answer["details"]["generated_tokens"] == NUM_TOKENS
         self.told.append(name)
         self.tokens[CALLERS] += NUM_TOKENS

@@ -2,7 +2,6 @@
 model.
 """
 
-import json
 import os
 import secrets
 import signal
@@ -15,16 +14,16 @@ from redis.asyncio import Redis
 
 from api.admin.routes_fleet import read_timelines
 from benchmarks.client import EventReader
-from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
+from tests.support.broker_state import KEYS
 from tests.support.chaos.launcher import ChaosFleet
 from tests.support.fleet.fleet import Fleet
+from tests.support.jobs import Service
 from tests.support.traces import CLIENT_SPAN, ReceivedSpan, Receiver, traceparent
 from tests.support.waiting import wait_until, wait_until_sync
 
 pytestmark = pytest.mark.slow
 
-KEYS = Keys("default")
 NUM_TOKENS = 60
 KILLED_AT = 5
 """Tokens of a request when one of its processes is killed."""
@@ -203,13 +202,14 @@ async def test_a_client_that_comes_back_is_in_the_same_trace(fleet: Fleet, recei
 
 async def test_a_job_whose_gateway_is_killed_is_one_trace(fleet: Fleet, receiver: Receiver) -> None:
     trace_id = secrets.token_hex(16)
-    job = {"id": "claimed", "inputs": "The sky", "parameters": {"max_new_tokens": 600, "ignore_eos": True}}
+    parameters = {"max_new_tokens": 600, "ignore_eos": True}
     async with Redis.from_url(fleet.redis_url) as redis:
-        await redis.xadd(KEYS.submit, {"job": json.dumps(job | {"traceparent": traceparent(trace_id)})})
+        service, parent = Service(redis), traceparent(trace_id)
+        await service.submit(id="claimed", inputs="The sky", parameters=parameters, traceparent=parent)
         channel = await wait_until(lambda: redis.hget(KEYS.request("claimed#0"), "channel"))
         await worker_of(fleet, "claimed#0")
         os.kill(fleet.pid(channel.decode().rsplit(":", 1)[1].split("-")[0]), signal.SIGKILL)
-        await wait_until(lambda: redis.get(KEYS.result("claimed")))
+        await service.result("claimed")
     spans = await receiver.whole_trace(trace_id, "process submit", "generate", *INNER)
     check_tree(spans, "process submit", "generate")
     assert len(spans["process submit"]) == len(spans["decode"]) == 1

@@ -6,7 +6,6 @@ from typing import Any, cast
 
 from redis.asyncio import Redis
 
-from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from common.messages.codec import decode
 from common.messages.plan import NewRow, Plan, Report, WorkerCapacity
@@ -17,9 +16,9 @@ from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.engine_client import EngineClient, StepsHandler
 from gpu_worker.agent.state import AgentState
 from gpu_worker.protocol import SAMPLE, StepResult
+from tests.support.broker_state import KEYS
 from tests.support.tokenizer import TOKENIZER
 
-KEYS = Keys("default")
 CHANNEL = KEYS.events("g")
 PROMPT = [504, 905]
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from api.streams.stream import Stream
-from common.broker.keys import Keys
 from common.messages.codec import encode
 from common.messages.events import Events, Terminal, TokenColumns, Tokens, pack_tokens
 from common.messages.records import REASONS, BeamSequence, pack_floats, pack_ids, unpack_records
@@ -44,9 +43,6 @@ def unpack_sequences(records: bytes) -> list[BeamSequence]:
 # --- events -------------------------------------------------------------------------------------------------
 
 IDS: list[int] = TOKENIZER.encode(" zero one two three four five six seven eight nine").ids
-
-
-KEYS = Keys("default")
 
 
 def tokens(first: int, last: int, attempt: int = 1, request_id: str = "r") -> Tokens:

@@ -14,15 +14,14 @@ from redis.asyncio import Redis
 
 from api.app import Gateway
 from api.jobs.arq_worker import ArqWorker
-from common.broker.keys import Keys
 from common.messages.request import Generate
 from common.settings.settings import Settings
+from tests.support.broker_state import KEYS
 from tests.support.fleet.gateways import SETTINGS, ready
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.tokenizer import ids, model_tokenizer
 from tests.support.waiting import PATIENCE_S, wait_for, wait_until
 
-KEYS = Keys("default")
 QUEUE = "tf:{default}:arq:queue"
 
 
@@ -99,8 +98,11 @@ class Service:
         self.received: dict[str, list[Any]] = {}
         self.tasks: list[asyncio.Task[None]] = []
 
-    async def submit(self, **job: Any) -> str:
-        return (await self.redis.xadd(KEYS.submit, {"job": json.dumps(job)})).decode()  # type: ignore[no-any-return]
+    async def submit(self, api_key: str | None = None, /, **job: Any) -> str:
+        """Submit a job → the id of its entry, which is the job's if it has none."""
+        key: dict[Any, Any] = {} if api_key is None else {"api_key": api_key}
+        entry: bytes = await self.redis.xadd(KEYS.submit, {"job": json.dumps(job)} | key)
+        return entry.decode()
 
     async def listen(self, name: str) -> list[Any]:
         """Subscribe to a channel and return the list that its messages are put into."""
@@ -118,6 +120,10 @@ class Service:
 
     async def result(self, job_id: str, timeout_s: float = PATIENCE_S) -> Any:
         return json.loads(await wait_until(lambda: self.redis.get(KEYS.result(job_id)), timeout_s))
+
+    async def answer(self, **job: Any) -> Any:
+        """The result of a job without an id."""
+        return await self.result(await self.submit(**job))
 
     async def stream(self, job_id: str, after: str = "0") -> list[Any]:
         return [

@@ -1,15 +1,12 @@
 """Requests over HTTP to a fleet: streams that run while something is done to it, and single answers."""
 
 import asyncio
-import json
 from collections.abc import Sequence
 from typing import Any
 
 import httpx
-from redis.asyncio import Redis
 
 from benchmarks.client import Stream, stream
-from common.broker.keys import Keys
 from tests.support.answers import post
 from tests.support.fleet.fleet import Fleet
 from tests.support.waiting import PATIENCE_S, wait_until
@@ -70,8 +67,6 @@ class Load:
 
 # --- http calls ---------------------------------------------------------------------------------------------
 
-KEYS = Keys("default")
-
 PROMPT = "Once upon a time there was"
 
 
@@ -95,9 +90,3 @@ async def complete(http: httpx.AsyncClient, **fields: Any) -> list[str]:
     """Return the texts of the choices of a completion."""
     answer = await post(http, "/v1/completions", {"prompt": PROMPT, "max_tokens": 12, **fields})
     return [choice["text"] for choice in answer["choices"]]
-
-
-async def done_job(redis: Redis, **job: Any) -> Any:
-    """Submit a job → its result."""
-    entry = await redis.xadd(KEYS.submit, {"job": json.dumps(job)})
-    return json.loads(await wait_until(lambda: redis.get(KEYS.result(entry.decode()))))

@@ -13,8 +13,8 @@ import pytest
 import redis
 
 from benchmarks.client import Stream, stream
-from common.broker.keys import Keys
 from deploy.launcher.embedded_broker import Broker
+from tests.support.broker_state import KEYS
 from tests.support.chaos.launcher import ChaosFleet
 from tests.support.fleet.fleet import Fleet
 from tests.support.forks.command import tokenfleet
@@ -22,7 +22,6 @@ from tests.support.releases.mixed_pool import expected_ids, mixed_pool
 from tests.support.source_tree import ROOT
 from tests.support.waiting import wait_until
 
-KEYS = Keys("default")
 NUM_STREAMS, NUM_TOKENS = 24, 100
 PROMPTS = [f"number {number}, and what follows it" for number in range(NUM_STREAMS)]
 

@@ -31,7 +31,8 @@ from tests.support import brokers
 from tests.support.answers import event_type, post
 from tests.support.engine.reference import Found, prompt_ids, reference_beams, reference_ids
 from tests.support.fleet.fleet import Fleet
-from tests.support.load import PROMPT, complete, done_job, generate
+from tests.support.jobs import Service
+from tests.support.load import PROMPT, complete, generate
 from tests.support.prompts import FEW, PROMPTS
 from tests.support.waiting import wait_until, wait_until_sync
 
@@ -81,7 +82,7 @@ async def test_beams_and_their_scores_equal_transformers_on_every_route(
     parameters = {"beam_width": WIDTH, "max_new_tokens": NUM_SHOWN, "details": True}
     generated = {"inputs": PROMPT, "parameters": parameters}
     assert of_details((await post(http, "/generate", generated))["details"]) == found
-    assert of_details((await done_job(redis, **generated))["details"]) == found
+    assert of_details((await Service(redis).answer(**generated))["details"]) == found
 
 
 SHORT: dict[str, Any] = {"seed": 11, "temperature": 0.9, "top_k": 40, "top_p": 0.95}
@@ -101,7 +102,7 @@ async def test_a_seed_gives_the_same_text_on_every_route(
         generate(http, **tgi),
         complete(http, **SHORT),
         streamed("/v1/completions", completion),
-        done_job(redis, inputs=PROMPT, parameters=tgi),
+        Service(redis).answer(inputs=PROMPT, parameters=tgi),
         post(http, "/", {"inputs": PROMPT, "parameters": tgi}),
     )
     text = generated["generated_text"]
@@ -111,7 +112,7 @@ async def test_a_seed_gives_the_same_text_on_every_route(
         generate(http, prompt, **tgi),
         post(http, "/v1/chat/completions", chat),
         streamed("/v1/chat/completions", chat),
-        done_job(redis, messages=CHAT, parameters=openai),
+        Service(redis).answer(messages=CHAT, parameters=openai),
     )
     assert (
         generated["generated_text"]

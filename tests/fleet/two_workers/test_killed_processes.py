@@ -14,16 +14,15 @@ import psutil
 import pytest
 from redis.asyncio import Redis
 
-from common.broker.keys import Keys
 from common.messages.codec import decode
 from common.messages.events import Events
 from common.process.logs import next_incarnation
 from tests.support.answers import post
+from tests.support.broker_state import KEYS
 from tests.support.fleet.fleet import Fleet
 from tests.support.load import PROMPT, Load, timeline
 from tests.support.waiting import wait_for, wait_until
 
-KEYS = Keys("default")
 NUM_STREAMS, MAX_NEW_TOKENS, ENDLESS = 6, 60, 2000
 
 

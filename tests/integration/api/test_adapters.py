@@ -26,10 +26,10 @@ from deploy.launcher.embedded_broker import Broker
 from tests.support.adapters.files import write_adapter
 from tests.support.answers import post
 from tests.support.broker.listening import announced
+from tests.support.broker_state import KEYS
 from tests.support.fleet.gateways import answering, ready, serving
 from tests.support.fleet.scripted_worker import Answer, FakeWorker
 from tests.support.fleet.simulated_pool import request
-from tests.support.jobs import KEYS
 from tests.support.keys.issued import add_key, bearer
 from tests.support.tokenizer import TOKENIZER, ids
 from tests.support.waiting import in_background, wait_for, wait_until

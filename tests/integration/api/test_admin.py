@@ -5,7 +5,6 @@ became of it, and nothing of what it said.
 
 import asyncio
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -24,7 +23,6 @@ from api.errors import internal_error
 from api.http import middleware
 from common.api_keys import IssuedKey
 from common.broker.heartbeat import Heartbeat, process_fields
-from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.events import Timeline, TimelineEvent
@@ -33,15 +31,15 @@ from common.process.logs import TextFormatter
 from deploy.launcher.embedded_broker import Broker
 from tests.support import brokers
 from tests.support.answers import data_of
+from tests.support.broker_state import KEYS
 from tests.support.fleet.batchers import batching
 from tests.support.fleet.gateways import answering, nothing_left, ready, serving
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
-from tests.support.jobs import CHAT
+from tests.support.jobs import CHAT, Service
 from tests.support.keys.issued import add_key, bearer, known
 from tests.support.tokenizer import TOKENIZER, ids
 from tests.support.waiting import PATIENCE_S, wait_for, wait_until
 
-KEYS = Keys("default")
 DEMO: dict[str, Any] = {"demo": True, "hostname": "127.0.0.1"}
 
 
@@ -617,8 +615,7 @@ async def test_probes_metrics_and_the_page_have_no_line(broker: Broker, lines: L
 
 async def test_a_job_has_a_line(broker: Broker, lines: Lines) -> None:
     async with answering(broker.url, scripted) as (worker, _, _):
-        job = {"id": "j1", "inputs": SECRET, "parameters": {"max_new_tokens": 3}}
-        await worker.redis.xadd(KEYS.submit, {"job": json.dumps(job)})
+        await Service(worker.redis).submit(id="j1", inputs=SECRET, parameters={"max_new_tokens": 3})
         found = await lines.one()
     assert (found["method"], found["route"], found["status"]) == ("job", "submit", 200)
     assert (found["request_id"], found["reason"]) == ("j1", "length")

@@ -39,6 +39,7 @@ from tests.support.fleet.batchers import batcher, batching
 from tests.support.fleet.gateways import answering, nothing_left, ready, serving
 from tests.support.fleet.modeless_worker import modeless_worker
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
+from tests.support.jobs import Service
 from tests.support.kubernetes.manifests import FOLDER
 from tests.support.machine.clock import Clock
 from tests.support.tokenizer import TOKENIZER, ids
@@ -60,10 +61,9 @@ async def test_a_hundred_posts_at_once_beside_many_jobs_get_exactly_ten_places(b
             await ready(gateway)
             clients.append(client)
         await worker.pause()
-        redis, keys = worker.redis, worker.keys
+        redis, keys, service = worker.redis, worker.keys, Service(worker.redis)
         for i in range(NUM_JOBS):
-            job = {"id": f"j{i}", "inputs": "b", "parameters": {"max_new_tokens": 1}}
-            await redis.xadd(keys.submit, {"job": json.dumps(job)})
+            await service.submit(id=f"j{i}", inputs="b", parameters={"max_new_tokens": 1})
 
         async def places(name: str) -> int:
             return int(await redis.hget(keys.places, f"requests:{name}") or 0)  # type: ignore[misc]
@@ -81,8 +81,7 @@ async def test_a_hundred_posts_at_once_beside_many_jobs_get_exactly_ten_places(b
         refused = [answer for answer in answers if answer.status_code == 429]
         assert all(1 <= int(answer.headers["retry-after"]) <= 60 for answer in refused)
         for i in range(NUM_JOBS):
-            result = await wait_until(lambda i=i: redis.get(keys.result(f"j{i}")))  # type: ignore[misc]
-            assert "generated_text" in json.loads(result), "it has waited for room"
+            assert "generated_text" in await service.result(f"j{i}"), "it has waited for room"
 
         async def everything_is_back() -> bool:
             return not await redis.exists(keys.places) and not await redis.xlen(keys.requests)

@@ -20,11 +20,11 @@ from api.requests import monitors
 from api.requests.monitors import SILENT_S
 from batcher.loop import Batcher
 from batcher.process import serve
-from common.broker.keys import Keys
 from common.settings.settings import SettingError, Settings
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_admin import Figures
 from tests.support.answers import tgi_error
+from tests.support.broker_state import KEYS
 from tests.support.fleet.batchers import batcher, batching
 from tests.support.fleet.gateways import answering, serving, start_process
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
@@ -184,9 +184,6 @@ async def test_docs_load_nothing_from_other_hosts(broker: Broker) -> None:
         assert "https://" not in page and "//cdn" not in page
         for path in re.findall(r'(?:src|href)="([^"]+)"', page):
             assert (await client.get(path)).status_code == 200, path
-
-
-KEYS = Keys("default")
 
 
 async def status_code(client: httpx.AsyncClient) -> int:

@@ -708,7 +708,7 @@ async def test_any_json_object_can_be_requested_in_every_api(broker: Broker, ser
             answer = await client.post(path, json={"model": "default"} | body if "/v1" in path else body)
             assert answer.status_code == 200, (path, answer.text)
         for job in JOBS:
-            assert "error" not in await service.result(await service.submit(**job))
+            assert "error" not in await service.answer(**job)
     assert len(worker.seen) == len(JSON_BODIES) + len(JOBS)
     assert {one.sampling.grammar if one.sampling else "" for one in worker.seen} == {expected}
 
@@ -719,7 +719,7 @@ async def test_definitions_that_lead_deep_end_no_gateway(broker: Broker, service
     async with answering(broker.url, Answer(ids("{}"))) as (worker, _, client):
         await post(client, CHAT_PATH, CHAT | {"response_format": form})
         await post(client, "/generate", prompt)
-        assert "error" not in await service.result(await service.submit(**prompt))
+        assert "error" not in await service.answer(**prompt)
     assert len(worker.seen) == 3
 
 

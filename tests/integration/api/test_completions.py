@@ -13,7 +13,6 @@ import pytest
 
 from api.protocols.protocol import FINGERPRINT
 from api.requests import validate as logits_module
-from common.broker.keys import Keys
 from common.messages.records import unpack_ids
 from common.messages.request import BeamParams, Generate
 from deploy.launcher.embedded_broker import Broker
@@ -34,6 +33,7 @@ from tests.support.answers import (
     streamed,
     tgi_frames,
 )
+from tests.support.broker_state import KEYS
 from tests.support.fleet.gateways import answering, nothing_left, serving
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.tokenizer import IM_END, TOKENIZER, ids, tokenizer_with
@@ -477,7 +477,6 @@ async def test_version_and_openapi_stand_where_vllm_has_them(broker: Broker) -> 
 
 # --- logits -------------------------------------------------------------------------------------------------
 
-KEYS = Keys("default")
 CONTEXT = {"return_context_logits": True}
 GENERATION = {"return_generation_logits": True}
 BOTH = CONTEXT | GENERATION

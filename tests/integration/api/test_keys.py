@@ -27,9 +27,10 @@ from common.settings.settings import SettingError, Settings
 from deploy.cli import admin
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_resume import two_gateways
+from tests.support.broker_state import KEYS
 from tests.support.fleet.gateways import answering, ready, serving
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
-from tests.support.jobs import CHAT, KEYS, TEXT, answer, running_gateway
+from tests.support.jobs import CHAT, TEXT, Service, answer, running_gateway
 from tests.support.keys.issued import add_key, bearer, client_of, gone, known, status
 from tests.support.tokenizer import TOKENIZER, ids
 from tests.support.waiting import wait_for, wait_until
@@ -434,49 +435,42 @@ async def worker(broker: Broker, standard_key: IssuedKey) -> AsyncIterator[FakeW
         yield worker
 
 
-async def submit(redis: Redis, key: str | None, **job: Any) -> None:
-    sent: dict[Any, Any] = {} if key is None else {"api_key": key}
-    await redis.xadd(KEYS.submit, {"job": json.dumps(job), **sent})
-
-
-async def result(redis: Redis, job_id: str) -> Any:
-    return json.loads(await wait_until(lambda: redis.get(KEYS.result(job_id))))
+@pytest.fixture
+def service(redis: Redis) -> Service:
+    return Service(redis)
 
 
 async def test_a_job_is_served_for_its_key_alone(
-    redis: Redis, worker: FakeWorker, standard_key: IssuedKey
+    service: Service, worker: FakeWorker, standard_key: IssuedKey
 ) -> None:
-    await submit(redis, standard_key.text, id="a", **COUNT)
-    assert await result(redis, "a") == ANSWER
+    await service.submit(standard_key.text, id="a", **COUNT)
+    assert await service.result("a") == ANSWER
     request = worker.seen[-1]
     assert (request.key_id, request.tenant, request.class_name) == (
         standard_key.record.key_id,
         "acme",
         "standard",
     )
-    await submit(redis, None, id="b", **COUNT)
-    await submit(redis, "wrong", id="c", **CHAT)
-    await submit(redis, standard_key.text, id="d", tenant="other", **COUNT)
-    await submit(redis, "sesame", id="e", tenant="other", priority="interactive", **COUNT)
-    assert (await result(redis, "b"))["error_type"] == "unauthorized"
-    assert (await result(redis, "c"))["error"]["code"] == "invalid_api_key"
-    assert "`tenant`" in (await result(redis, "d"))["error"]
-    assert await result(redis, "e") == ANSWER
+    await service.submit(None, id="b", **COUNT)
+    await service.submit("wrong", id="c", **CHAT)
+    await service.submit(standard_key.text, id="d", tenant="other", **COUNT)
+    await service.submit("sesame", id="e", tenant="other", priority="interactive", **COUNT)
+    assert (await service.result("b"))["error_type"] == "unauthorized"
+    assert (await service.result("c"))["error"]["code"] == "invalid_api_key"
+    assert "`tenant`" in (await service.result("d"))["error"]
+    assert await service.result("e") == ANSWER
     assert (worker.seen[-1].tenant, worker.seen[-1].class_name) == ("other", "interactive")
 
 
 async def test_nobody_reads_or_cancels_the_job_of_another_tenant(
-    redis: Redis, worker: FakeWorker, standard_key: IssuedKey
+    service: Service, redis: Redis, worker: FakeWorker, standard_key: IssuedKey
 ) -> None:
     other = await add_key(redis, tenant="other")
     await worker.pause()
-    await submit(redis, standard_key.text, id="a", **COUNT)
+    await service.submit(standard_key.text, id="a", **COUNT)
     await wait_until(lambda: redis.xlen(KEYS.requests))
-    before = {entry for entry, _ in await redis.xrange(KEYS.submit)}
-    await submit(redis, None, id="a", **COUNT)
-    await submit(redis, other.text, id="a", **COUNT)
-    stolen = [entry.decode() for entry, _ in await redis.xrange(KEYS.submit) if entry not in before]
-    assert [(await result(redis, entry))["error_type"] for entry in stolen] == ["unauthorized", "conflict"]
+    stolen = [await service.submit(text, id="a", **COUNT) for text in (None, other.text)]
+    assert [(await service.result(entry))["error_type"] for entry in stolen] == ["unauthorized", "conflict"]
     keys: list[dict[Any, Any]] = [{}, {"api_key": other.text}]
     for key in keys:
         await redis.xadd(KEYS.submit, {"cancel": "a"} | key)
@@ -484,30 +478,30 @@ async def test_nobody_reads_or_cancels_the_job_of_another_tenant(
     await wait_for(lambda: redis.xlen(KEYS.submit), 1)
     assert not await redis.hexists(KEYS.job("a"), "cancel")  # type: ignore[misc]
     worker.going.set()
-    assert await result(redis, "a") == ANSWER
+    assert await service.result("a") == ANSWER
 
 
 async def test_the_job_of_a_revoked_key_ends(
-    redis: Redis, worker: FakeWorker, standard_key: IssuedKey
+    service: Service, redis: Redis, worker: FakeWorker, standard_key: IssuedKey
 ) -> None:
     await worker.pause()
-    await submit(redis, standard_key.text, id="a", **COUNT)
+    await service.submit(standard_key.text, id="a", **COUNT)
     await wait_until(lambda: redis.xlen(KEYS.requests))
     await api_keys.revoke_key(client_of(redis), standard_key.record.key_id)
-    failed = await result(redis, "a")
+    failed = await service.result("a")
     assert failed["error_type"] == "unauthorized" and "its API key was revoked" in failed["error"]
     worker.going.set()
     await wait_until(lambda: not worker.live)
 
 
 async def test_a_job_waits_for_its_key_and_holds_up_no_other(
-    redis: Redis, worker: FakeWorker, standard_key: IssuedKey
+    service: Service, redis: Redis, worker: FakeWorker, standard_key: IssuedKey
 ) -> None:
     slow = await add_key(redis, requests_per_minute=1, service_class="standard")
     for job_id in ("a", "b"):
-        await submit(redis, slow.text, id=job_id, **COUNT)
-    await submit(redis, standard_key.text, id="c", **COUNT)
-    assert await result(redis, "c") == ANSWER
+        await service.submit(slow.text, id=job_id, **COUNT)
+    await service.submit(standard_key.text, id="c", **COUNT)
+    assert await service.result("c") == ANSWER
 
     async def num_results() -> int:
         return await redis.exists(KEYS.result("a"), KEYS.result("b"))  # type: ignore[no-any-return]
@@ -516,7 +510,7 @@ async def test_a_job_waits_for_its_key_and_holds_up_no_other(
     assert await num_results() == 1
     use = KEYS.key_use(slow.record.key_id)
     await redis.hset(use, "at_ms", str(int(await redis.hget(use, "at_ms")) - 60_000))  # type: ignore[misc]
-    assert [await result(redis, job_id) for job_id in ("a", "b")] == [ANSWER] * 2
+    assert [await service.result(job_id) for job_id in ("a", "b")] == [ANSWER] * 2
 
 
 # --- the command --------------------------------------------------------------------------------------------

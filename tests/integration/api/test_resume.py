@@ -30,6 +30,7 @@ from common.messages.records import unpack_ids
 from common.messages.request import Generate
 from deploy.launcher.embedded_broker import Broker
 from tests.support.answers import CHAT, data_of, numbered
+from tests.support.broker_state import KEYS
 from tests.support.fleet.batchers import batching
 from tests.support.fleet.gateways import GatewayProcesses, answering, nothing_left, ready, serving
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
@@ -382,7 +383,6 @@ async def test_a_cancelled_request_is_shown_although_its_reader_has_deleted_it(
         await nothing_left(gateway, worker)
 
 
-KEYS = Keys("default")
 FIELDS = ["digest", "channel", "gateway", "answer", "reader", "connection"]
 HI: dict[str, Any] = {"prompt": "Hi", "stream": True}
 Lose = Callable[[Redis, str], Awaitable[None]]

@@ -3,9 +3,9 @@ no event reaches a private network or holds up another.
 """
 
 import asyncio
-import json
 import socket
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,10 @@ from tests.integration.api.test_batches import chat_line, jsonl, openai_client
 from tests.integration.api.test_chat import CALLS, HERMES
 from tests.integration.api.test_responses import TOOLS
 from tests.support.answers import BODY, PATH, post
+from tests.support.broker_state import KEYS
 from tests.support.fleet.gateways import answering, serving
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
-from tests.support.jobs import CHAT, KEYS, Service, answer, running_gateway
+from tests.support.jobs import CHAT, Service, answer, running_gateway
 from tests.support.keys.issued import add_key, bearer
 from tests.support.tokenizer import TOKENIZER, ids
 from tests.support.waiting import wait_until
@@ -232,16 +233,13 @@ async def worker(broker: Broker, receiver: Receiver) -> AsyncIterator[FakeWorker
         yield worker
 
 
-async def submit(redis: Redis, receiver: Receiver, job_id: str, **job: Any) -> None:
-    await redis.xadd(KEYS.submit, {"job": json.dumps({"id": job_id, "webhook": receiver.hook()} | job)})
-
-
 async def test_each_end_of_a_job_is_told_once(redis: Redis, worker: FakeWorker, receiver: Receiver) -> None:
     await redis.xadd(KEYS.submit, {"cancel": "cancelled"})
-    await submit(redis, receiver, "prompt", inputs="Count.")
-    await submit(redis, receiver, "chat", **CHAT, parameters={"n": 2})
-    await submit(redis, receiver, "faulty", inputs="Count.", prioritty=1)
-    await submit(redis, receiver, "cancelled", inputs="Count.")
+    submit = partial(Service(redis).submit, webhook=receiver.hook())
+    await submit(id="prompt", inputs="Count.")
+    await submit(id="chat", **CHAT, parameters={"n": 2})
+    await submit(id="faulty", inputs="Count.", prioritty=1)
+    await submit(id="cancelled", inputs="Count.")
     await wait_until(lambda: len(receiver.deliveries) >= 4)
     assert told_by(receiver) == {
         "prompt": "job.completed",
@@ -249,7 +247,7 @@ async def test_each_end_of_a_job_is_told_once(redis: Redis, worker: FakeWorker, 
         "faulty": "job.failed",
         "cancelled": "job.cancelled",
     }
-    await submit(redis, receiver, "prompt", inputs="Count.")
+    await submit(id="prompt", inputs="Count.")
     await wait_until(lambda: is_answered(redis))
     assert len(receiver.deliveries) == 4
     kept = await redis.hgetall(KEYS.job("prompt"))  # type: ignore[misc]
@@ -263,10 +261,13 @@ async def is_answered(redis: Redis) -> bool:
 async def test_a_webhook_at_fault_is_the_fault_of_its_job(
     redis: Redis, worker: FakeWorker, receiver: Receiver
 ) -> None:
-    await submit(redis, receiver, "http", inputs="Count.", webhook=receiver.hook(url="http://example.org"))
-    await submit(redis, receiver, "extra", inputs="Count.", webhook=receiver.hook(secrett="a"))
-    assert "`webhook.url` must begin with https:" in (await Service(redis).result("http"))["error"]
-    assert "`webhook.secrett`" in (await Service(redis).result("extra"))["error"]
+    service = Service(redis)
+    for hook, words in (
+        (receiver.hook(url="http://example.org"), "`webhook.url` must begin with https:"),
+        (receiver.hook(secrett="a"), "`webhook.secrett`"),
+    ):
+        refused = await service.answer(inputs="Count.", webhook=hook)
+        assert words in refused["error"]
     assert not receiver.deliveries and not worker.seen
 
 
@@ -282,9 +283,7 @@ async def test_all_that_a_key_asks_for_is_told(broker: Broker, redis: Redis, tmp
         ):
             chat = await client.post("/v1/chat/completions", json=CHAT, headers=bearer(told))
             response = await client.post(PATH, json=BODY, headers=bearer(told))
-            await redis.xadd(
-                KEYS.submit, {"job": json.dumps({"id": "mine", "inputs": "a"}), "api_key": told.text}
-            )
+            await Service(redis).submit(told.text, id="mine", inputs="a")
             client.headers.update(bearer(told))
             files = openai_client(client).with_options(api_key=told.text)
             asked: Any = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}

@@ -22,7 +22,6 @@ from redis.asyncio import Redis
 
 from api.requests.request_scripts import cancel_request
 from common.broker.client import connect
-from common.broker.keys import Keys
 from common.broker.pool_client import PoolClient
 from common.messages.codec import decode, encode
 from common.messages.events import Events
@@ -30,7 +29,7 @@ from common.messages.request import Cancel, Generate, StoppingParams
 from deploy.launcher.embedded_broker import Broker
 from tests.support import brokers
 from tests.support.broker.listening import listening
-from tests.support.broker_state import queue
+from tests.support.broker_state import KEYS, queue
 from tests.support.fleet.batchers import CHANNEL, admit, batcher, ended, waiting
 from tests.support.fleet.modeless_worker import modeless_worker
 from tests.support.waiting import PATIENCE_S, wait_for, wait_until, wait_until_sync
@@ -110,8 +109,6 @@ def jumping_broker(directory: Path) -> Iterator[JumpingBroker]:
 
 
 # --- process ------------------------------------------------------------------------------------------------
-
-KEYS = Keys("default")
 
 
 @pytest.fixture(autouse=True)

@@ -15,15 +15,15 @@ from redis.asyncio import Redis
 from common.broker.client import connect
 from common.broker.committed import Committed, read
 from common.broker.heartbeat import Heartbeat
-from common.broker.keys import LEASE_S, Keys
+from common.broker.keys import LEASE_S
 from common.broker.pool_client import PoolClient
 from common.messages.records import pack_ids
 from common.messages.request import Generate, StoppingParams
 from tests.support import broker_state
+from tests.support.broker_state import KEYS
 from tests.support.forks.client import ForkedProcess
 from tests.support.waiting import in_background, wait_until
 
-KEYS = Keys("default")
 CHANNEL = KEYS.events("g")
 
 

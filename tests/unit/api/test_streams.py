@@ -33,7 +33,8 @@ from common.messages.records import (
 )
 from common.messages.request import BeamParams, Cancel, Generate, Resume, StoppingParams
 from tests.support.answers import SEQUENCES, TEXTS
-from tests.support.events import IDS, KEYS, as_sent, end, event_message, new_stream, tokens
+from tests.support.broker_state import KEYS
+from tests.support.events import IDS, as_sent, end, event_message, new_stream, tokens
 from tests.support.tokenizer import TOKENIZER, model_tokenizer
 from tests.support.waiting import wait_for, wait_until
 

@@ -173,8 +173,7 @@ async def test_a_command_is_not_repeated_by_the_client(broker: Broker) -> None:
     async with access.connect(broker.url) as client, access.connect(broker.url) as other:
         identity = await client.client_id()
         blocked = asyncio.ensure_future(client.xread({"nothing": "$"}, block=0))
-        while (await other.info("clients"))["blocked_clients"] == 0:  # noqa: ASYNC110 (the broker is asked, no event of ours)
-            await asyncio.sleep(0.01)
+        await wait_until(lambda: num_blocked(other))
         await other.client_kill_filter(_id=str(identity))
         with pytest.raises(access.ERRORS):
             await blocked
@@ -259,8 +258,7 @@ async def test_a_lost_connection_is_raised_and_the_next_command_reconnects(
 ) -> None:
     before = await identity(client)
     asked = asyncio.create_task(client.execute("BLPOP", "nothing", 0))
-    while not (await redis.info("clients"))["blocked_clients"]:  # noqa: ASYNC110 (the broker is asked, no event of ours)
-        await asyncio.sleep(0.01)
+    await wait_until(lambda: num_blocked(redis))
     await redis.client_kill_filter(_id=before)
     with pytest.raises(ERRORS):
         await asked
@@ -400,8 +398,7 @@ async def test_a_reply_to_a_cancelled_command_is_not_taken_for_another(
     client: SerialClient, redis: Redis
 ) -> None:
     asked = asyncio.create_task(client.execute("BLPOP", "went", 0))
-    while not (await redis.info("clients"))["blocked_clients"]:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await wait_until(lambda: num_blocked(redis))
     asked.cancel()
     await asyncio.wait([asked])
     assert await client.execute("ECHO", "next") == b"next"

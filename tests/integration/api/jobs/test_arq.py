@@ -16,11 +16,11 @@ from arq.jobs import Job, JobStatus, SerializationError
 
 from api.jobs import arq_worker
 from deploy.launcher.embedded_broker import Broker
+from tests.support.broker_state import KEYS
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
 from tests.support.jobs import (
     CHAT,
     IDS,
-    KEYS,
     QUEUE,
     TEXT,
     answer,

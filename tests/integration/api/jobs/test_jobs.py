@@ -29,9 +29,10 @@ from common.settings.settings import Settings
 from deploy.cli.command_line import run as run_command
 from deploy.launcher.embedded_broker import Broker
 from tests.support.answers import CHAT_PATH, first_part, positions, post
+from tests.support.broker_state import KEYS
 from tests.support.fleet.gateways import SETTINGS, answering
 from tests.support.fleet.scripted_worker import Answer, FakeWorker, working
-from tests.support.jobs import CHAT, IDS, KEYS, TEXT, Service, answer, killed_gateway, running_gateway
+from tests.support.jobs import CHAT, IDS, TEXT, Service, answer, killed_gateway, running_gateway
 from tests.support.keys.issued import add_key
 from tests.support.tokenizer import TOKENIZER, ids, model_tokenizer
 from tests.support.waiting import PATIENCE_S, in_background, wait_for, wait_until
@@ -170,7 +171,7 @@ async def test_a_job_has_logits_in_its_answer_only(service: Service, broker: Bro
             assert result == first_part(await post(client, path, body))
             assert positions(result["context_logits"])
             assert 0 < await redis.pttl(KEYS.logits(f"{job_id}#0")) <= 60_000
-            refused = await service.result(await service.submit(**job, reply="stream"))
+            refused = await service.answer(**job, reply="stream")
             assert "`return_context_logits` must be false when tokens are streamed" in str(refused)
 
 
@@ -540,8 +541,8 @@ async def test_a_scheduled_job_is_refused_where_too_many_wait(service: Service, 
     async with running_gateway(worker.url, submit_limit=1):
         await service.submit(id="a", **later)
         await wait_until(lambda: is_scheduled(service, "a"))
-        assert (await service.result(await service.submit(**later)))["error_type"] == "overloaded"
-        assert await service.result(await service.submit(inputs="Count.")) == {"generated_text": TEXT}
+        assert (await service.answer(**later))["error_type"] == "overloaded"
+        assert await service.answer(inputs="Count.") == {"generated_text": TEXT}
     assert await service.redis.zcard(KEYS.job_set(LIVE)) == 0
 
 
@@ -552,7 +553,7 @@ async def test_a_job_whose_key_has_ended_meanwhile_ends_with_that_error(
         key = await api_keys.add_key(client, KeyFields(tenant="acme"))
         job = {"id": "a", "inputs": "Count.", "not_before": time.time() + 3600}
         async with running_gateway(worker.url, heartbeat_s=HEARTBEAT_S) as gateway:
-            await service.redis.xadd(KEYS.submit, {"job": json.dumps(job), "api_key": key.text})
+            await service.submit(key.text, **job)
             await wait_until(lambda: is_scheduled(service, "a"))
             await api_keys.revoke_key(client, key.record.key_id)
             await wait_until(lambda: gateway.keys.by_id[key.record.key_id].revoked)

@@ -25,9 +25,9 @@ from deploy.launcher.embedded_broker import Broker
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.publish import Sealed
 from tests.support import brokers
-from tests.support.agents import CHANNEL, KEYS, grants, hset, reports, start, step
+from tests.support.agents import CHANNEL, grants, hset, reports, start, step
 from tests.support.broker.listening import listening
-from tests.support.broker_state import seal
+from tests.support.broker_state import KEYS, seal
 from tests.support.brokers import Snapshot
 from tests.support.tokenizer import ids as ids_of
 from tests.support.waiting import PATIENCE_S, wait_for, wait_until

@@ -24,7 +24,8 @@ from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.grants import PlanStream
 from gpu_worker.agent.state import ReportClock
 from gpu_worker.agent.steps import EngineStuck, Watchdog
-from tests.support.agents import KEYS, grants, plan, reports, start, step
+from tests.support.agents import grants, plan, reports, start, step
+from tests.support.broker_state import KEYS
 from tests.support.waiting import PATIENCE_S, wait_until
 
 

@@ -34,7 +34,6 @@ from gpu_worker.agent.engine_client import BatchMetrics
 from gpu_worker.protocol import SAMPLE, StepResult
 from tests.support.agents import (
     CHANNEL,
-    KEYS,
     PROMPT,
     grants,
     hset,
@@ -45,6 +44,7 @@ from tests.support.agents import (
     step,
 )
 from tests.support.broker.listening import listening
+from tests.support.broker_state import KEYS
 from tests.support.engine.row_steps import plan as plan_of
 from tests.support.engine.row_steps import start_row as new_row
 from tests.support.tokenizer import ids as ids_of
