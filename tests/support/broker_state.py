@@ -67,10 +67,17 @@ async def admit(redis: Redis, request: Generate, payload: bytes | None = None) -
     return reply.entry_id
 
 
-async def queue(redis: Redis, name: str, prompt: Items[int], num_tokens: int, **fields: Any) -> None:
+async def queue(
+    redis: Redis,
+    name: str,
+    prompt: Items[int],
+    num_tokens: int,
+    payload: bytes | None = None,
+    **fields: Any,
+) -> None:
     """Queue a greedy request of so many tokens."""
     stopping = StoppingParams(num_tokens, ignore_eos=True)
-    await admit(redis, Generate(name, "d", pack_ids(prompt), stopping, **fields))
+    await admit(redis, Generate(name, "d", pack_ids(prompt), stopping, **fields), payload)
 
 
 async def start_worker(redis: Redis, incarnation: str, capacity: bytes | None = None) -> None:

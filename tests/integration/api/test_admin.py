@@ -30,7 +30,7 @@ from common.messages.request import Generate
 from common.process.logs import TextFormatter
 from deploy.launcher.embedded_broker import Broker
 from tests.support import brokers
-from tests.support.answers import data_of
+from tests.support.answers import tgi_frames
 from tests.support.broker_state import KEYS
 from tests.support.fleet.batchers import batching
 from tests.support.fleet.gateways import answering, nothing_left, ready, serving
@@ -482,7 +482,7 @@ async def test_an_answer_that_reaches_the_budget_ends_as_one_that_is_cut(clients
         await clients.http.post(path, json=body, headers=bearer(clients.keys[name]))
         for name, path, body in asked
     ]
-    last, whole = json.loads(data_of(stream.content)[-1]), message.json()
+    last, whole = tgi_frames(stream.content)[-1], message.json()
     assert (last["generated_text"], last["details"]["finish_reason"]) == (" one two", "length")
     assert [block["text"] for block in whole["content"]] == [" one two"]
     assert (whole["stop_reason"], whole["stop_sequence"]) == ("max_tokens", None)

@@ -83,9 +83,30 @@ async def lines(client: openai.AsyncOpenAI, file_id: str) -> list[Any]:
     return [json.loads(line) for line in content.text.splitlines()]
 
 
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The URL of a bucket, which only the variables of S3's clients lead to."""
+    pytest.importorskip("s3fs", reason="s3fs is not installed")
+    moto = pytest.importorskip("moto.server", reason="moto is not installed")
+    server: Any = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name, value in {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    yield "s3://bucket/files"
+    server.stop()
+
+
+@pytest.mark.parametrize("place", ["tmp_path", pytest.param("bucket", marks=pytest.mark.slow)])
 async def test_a_batch_of_chats_is_answered_in_the_order_of_its_input(
-    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    broker: Broker, request: pytest.FixtureRequest, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its files are on a disk, or in S3."""
     holds_loop = set[bool]()
 
     def read(text: bytes, *limits: Any) -> BatchLine:
@@ -93,7 +114,8 @@ async def test_a_batch_of_chats_is_answered_in_the_order_of_its_input(
         return read_line(text, *limits)
 
     monkeypatch.setattr(batch_run, "read_line", read)
-    async with answering(broker.url, answer, files_dir=str(tmp_path)) as (worker, _, http):
+    files_dir = str(request.getfixturevalue(place))
+    async with answering(broker.url, answer, files_dir=files_dir) as (worker, _, http):
         client = openai_client(http)
         wrong = chat_line(600, temperature=-1)
         content = jsonl([*(chat_line(number) for number in range(40)), wrong])
@@ -103,6 +125,10 @@ async def test_a_batch_of_chats_is_answered_in_the_order_of_its_input(
         assert {one.class_name for one in worker.seen[:40]} == {"batch"}
         assert {one.tenant for one in worker.seen[:40]} == {"acme"}
         left = [key.decode() for key in await worker.redis.keys("*job:*")]
+        files = {file.id async for file in client.files.list()}
+        for file_id in files:
+            assert (await client.files.delete(file_id)).deleted
+        assert [file.id async for file in client.files.list()] == []
     assert batch.status == "completed" and batch.metadata == {"a": "b"}
     assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (
         41,
@@ -117,6 +143,7 @@ async def test_a_batch_of_chats_is_answered_in_the_order_of_its_input(
     assert errors[0]["response"]["body"]["error"]["param"] == "temperature"
     assert left == [], "what is committed leaves Redis"
     assert holds_loop == {False}, "long lines are read in threads"
+    assert {batch.input_file_id, batch.output_file_id, batch.error_file_id} == files
 
 
 async def test_responses_are_those_of_the_route_but_for_ids(broker: Broker, tmp_path: Path) -> None:
@@ -528,39 +555,3 @@ async def test_a_batch_that_is_asked_for_again_with_its_key_is_made_once(
         assert other.status_code == 409 and other.json()["error"]["code"] == "idempotency_key_reused"
         elsewhere = await http.post("/v1/batches", json=body, headers=headers | {"x-tenant": "other"})
         assert elsewhere.status_code == 404, "a key belongs to a tenant, and the file is another one's"
-
-
-@pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The URL of a bucket, which only the variables of S3's clients lead to."""
-    pytest.importorskip("s3fs", reason="s3fs is not installed")
-    moto = pytest.importorskip("moto.server", reason="moto is not installed")
-    server: Any = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    for name, value in {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    yield "s3://bucket/files"
-    server.stop()
-
-
-@pytest.mark.slow
-async def test_a_batch_is_read_from_s3_and_written_to_it(broker: Broker, bucket: str) -> None:
-    async with answering(broker.url, answer, files_dir=bucket) as (_, _, http):
-        client = openai_client(http)
-        wrong = chat_line(20, temperature=-1)
-        batch = await run_batch(client, jsonl([*(chat_line(number) for number in range(20)), wrong]))
-        assert batch.status == "completed"
-        output, errors = await lines(client, batch.output_file_id), await lines(client, batch.error_file_id)
-        assert [line["custom_id"] for line in output] == [f"line-{number}" for number in range(20)]
-        assert [line["custom_id"] for line in errors] == ["line-20"]
-        files = {file.id async for file in client.files.list()}
-        assert {batch.input_file_id, batch.output_file_id, batch.error_file_id} == files
-        for file_id in files:
-            assert (await client.files.delete(file_id)).deleted
-        assert [file.id async for file in client.files.list()] == []

@@ -166,7 +166,7 @@ async def test_what_cannot_be_read_is_counted_and_removed_and_requests_are_answe
     ]
     with batcher(broker.url) as process:
         for number, payload in enumerate(payloads, 1):
-            await admit(redis, f"r{number}", payload)
+            await admit(redis, f"r{number}", payload=payload)
             assert (await ended(redis, f"r{number}")).error
             await wait_until(lambda: settled(redis))
             await wait_for(lambda: redis.hget(KEYS.state, "undecodable"), str(number).encode())

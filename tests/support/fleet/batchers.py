@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from functools import partial
 
 from redis.asyncio import Redis
 
@@ -17,10 +17,7 @@ from common.broker.committed import Committed, read
 from common.broker.heartbeat import Heartbeat
 from common.broker.keys import LEASE_S
 from common.broker.pool_client import PoolClient
-from common.messages.records import pack_ids
-from common.messages.request import Generate, StoppingParams
-from tests.support import broker_state
-from tests.support.broker_state import KEYS
+from tests.support.broker_state import KEYS, queue
 from tests.support.forks.client import ForkedProcess
 from tests.support.waiting import in_background, wait_until
 
@@ -46,11 +43,7 @@ def batcher(url: str, name: str = "b0", **settings: str) -> Iterator[subprocess.
         process.wait()
 
 
-async def admit(redis: Redis, name: str, payload: bytes | None = None, **fields: Any) -> None:
-    request = Generate(
-        name, "d", pack_ids([1, 2, 3]), StoppingParams(5), channel=CHANNEL, **{"gateway": "g", **fields}
-    )
-    await broker_state.admit(redis, request, payload)
+admit = partial(queue, prompt=[1, 2, 3], num_tokens=5, channel=CHANNEL, gateway="g")
 
 
 async def ended(redis: Redis, name: str) -> Committed:
