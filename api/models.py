@@ -296,7 +296,7 @@ async def tokenize(request: Request) -> Response:
     with `prompt` or `messages` is vLLM's, and gets vLLM's answer.
     """
     pool = await pool_for(request)
-    data = await body.read_json(request, pool.max_body_bytes)
+    data = await body.read_json(request, pools_of(request).max_body_bytes)
     names = (await body.parse(body.AnyBody, data)).model_fields_set
     if "inputs" not in names and "messages" in names:
         chat = await body.parse(TokenizeChatRequest, data)
@@ -325,7 +325,7 @@ async def chat_tokenize(request: Request) -> Response:
     """Returns the prompt that /v1/chat/completions makes of the same body, and its tokens. The prompt may be
     longer than the model's context.
     """
-    chat = await body.read(request, ChatRequest, own_pool(request).max_body_bytes)
+    chat = await body.read(request, ChatRequest, pools_of(request).max_body_bytes)
     pool = await pool_for(request, chat.model)
     prompt = await shown_prompt(await read_chat(chat, pool), pool)
 

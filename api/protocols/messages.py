@@ -44,7 +44,7 @@ from api.requests.fields import (
     with_one_error,
 )
 from api.requests.pool import Pool
-from api.requests.service_terms import own_pool, pool_for, read_service, read_terms, request_id
+from api.requests.service_terms import pool_for, pools_of, read_service, read_terms, request_id
 from api.requests.validate import GenerationParams
 from api.webhooks import WebhookField
 from common.messages.events import Terminal
@@ -606,7 +606,7 @@ MESSAGES = Protocol(
 )
 async def count_tokens(request: Request) -> Response:
     """Counts the tokens of the prompt that the same body makes at /v1/messages; nothing is generated."""
-    body = await read(request, CountTokensRequest, own_pool(request).max_body_bytes)
+    body = await read(request, CountTokensRequest, pools_of(request).max_body_bytes)
     pool = await pool_for(request, body.model)
     read_service(request, body.priority, body.service_tier)
     read_terms(request, request_id(request), True, body.resume_s, None)

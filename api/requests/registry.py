@@ -268,10 +268,10 @@ class PoolRegistry:
             try:
                 settings = foreign_settings(own, name, entry) if entry else own.of_pool(name)
                 tokenizer = await asyncio.to_thread(ModelTokenizer, settings, self.own.tokenizer.budget)
+                foreign = Pool(settings, self.own.gateway, tokenizer, self.own.keys)
             except SettingError as error:
                 raise unavailable(f"pool {name}: {error}") from error
             stack = contextlib.AsyncExitStack()
-            foreign = Pool(settings, self.own.gateway, tokenizer, self.own.keys)
             pool = await stack.enter_async_context(foreign.running())
             address = address_of(broker_url(settings))
             log.info("pool %s is open: it serves %s, at the broker %s", name, settings.model_id, address)

@@ -18,7 +18,7 @@ MOST = {  # statements, lines
     "gpu_worker": (10_819, 20_536),
     "common": (3_732, 7_454),
     "deploy": (2_496, 4_325),
-    "tests": (29_582, 51_543),
+    "tests": (29_584, 51_545),
     "benchmarks": (2_561, 4_302),
 }
 MOST_WORDS_OF_DOCS = 21_837

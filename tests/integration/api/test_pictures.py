@@ -204,6 +204,8 @@ async def test_bodies_are_as_large_as_pictures_need_where_the_model_sees(
         for model, num_bytes, status in (("b", 4000, 400), ("b", 6000, 413), ("tgi", 4000, 413)):
             body = {"model": model, "prompt": "a", "max_tokens": 101, "pad": "a" * num_bytes}
             assert (await client.post("/v1/completions", json=body)).status_code == status
+        counted = {"model": "b", "messages": user("a"), "max_tokens": 1, "metadata": {"user_id": "a" * 4000}}
+        assert (await client.post("/v1/messages/count_tokens", json=counted)).status_code != 413
     async with showing(broker.url, tmp_path, ANSWER, **limits) as (_, _, client):
         assert (await client.get("/info")).json()["model_pipeline_tag"] == "image-text-to-text"
         assert (await client.post("/generate", json={"inputs": "a", "pad": "a" * 4000})).status_code == 200
