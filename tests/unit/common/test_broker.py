@@ -790,7 +790,7 @@ async def test_who_lacks_a_right_is_told_which_in_one_line(users: Broker) -> Non
     with pytest.raises(SettingError, match=r"REDIS_URL: .*lacks a right \(NOPERM: .*info.*--acl"):
         await ask_broker(users.url_of("service"))
     async with access.connect(users.url_of("operator")) as client:
-        foreign = call_script("cancel", bool, KEYS, "a", args={"payload": b"", "reader": ""})
+        foreign = call_script("cancel", bool, KEYS, "a", args={"payload": b"", "reader": "", "digest": ""})
         with pytest.raises(access.ERRORS) as refused:
             await run_script(client, foreign)
         line = access.describe_error(refused.value)
