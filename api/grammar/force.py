@@ -73,8 +73,8 @@ async def call_grammar(
         return ""  # nothing says where free text ends and a call begins
     try:
         return await run_apart("tools", compile_calls, form.name, key, ids, is_required, is_parallel)
-    except ApiError as error:
-        if must or error.status != 422:
+    except ApiError:
+        if must:
             raise
         return ""
 
