@@ -344,7 +344,7 @@ class TimelineWriter:
             if why in INTERRUPTED:
                 self.count_resume(row.sequence, why)
 
-    def record_death(self, incarnation: str, sequences: Iterable[Sequence], why: str = "died") -> None:
+    def record_death(self, incarnation: str, sequences: Iterable[Sequence], why: str) -> None:
         """Record the end of a worker, once the committed tokens of the sequences it held have been read."""
         catalogue.WORKERS_LOST.add(why == "died")
         for sequence in sequences:

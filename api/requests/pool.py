@@ -395,6 +395,8 @@ class Pool:
             end, request = stream.terminal, stream.request
             if stream.ended_here or not end:
                 is_last_reader = await self.cancel(request.request_id, reader, request.digest)
+            elif had_ended and not request.pictures:
+                return  # it was counted, and holds nothing
             else:
                 is_last_reader = await self.is_reader(request.request_id, reader)
             if not had_ended:
@@ -413,8 +415,8 @@ class Pool:
         forget = request_scripts.forget(self.client.keys, request, reader=reader)
         try:
             async with asyncio.timeout(CLEANUP_TIMEOUT_S):
-                is_over = stream.terminal is not None and not stream.ended_here
-                if not is_over and await self.cancel(request.request_id, reader, request.digest):
+                has_to_end = stream.ended_here or not stream.terminal
+                if has_to_end and await self.cancel(request.request_id, reader, request.digest):
                     self.relay.note_admitted(stream)
                     await stream.ended.wait()
                 if await self.retry_forever(lambda: self.client.run(forget)):

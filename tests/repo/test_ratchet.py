@@ -13,7 +13,7 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (12_536, 24_254),
+    "api": (12_538, 24_256),
     "batcher": (2_807, 4_825),
     "gpu_worker": (10_819, 20_536),
     "common": (3_732, 7_454),

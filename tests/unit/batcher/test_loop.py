@@ -588,7 +588,7 @@ async def test_a_timeline_from_queue_to_end(redis: Redis) -> None:
     writer.record_plan(PendingPlan(worker, Plan(1, 2, 32, 64), [row]))
     writer.record_report(worker, Report(1, 1, 2, 1, prefilled=[(row.number, 3, 1)]))
     one.commit(b"\0" * RECORD.size * 37)
-    writer.record_death("w0-1", [one])
+    writer.record_death("w0-1", [one], "died")
     row = worker.start(one)
     before = catalogue.BATCH_CONCAT.values["backpressure",]
     writer.record_plan(PendingPlan(worker, Plan(1, 3, 64, 64), [row], joins="backpressure"))
