@@ -177,4 +177,5 @@ def new_row(row: PlacedRow) -> NewRow:
         pack_ids(row.blocks),
         sequence.request,
         row.num_cached,
+        is_suspect=sequence.crash_count > 0,
     )

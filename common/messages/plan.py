@@ -22,6 +22,7 @@ class NewRow:
         num_cached: tokens whose KV the first of these blocks hold already. Other rows have them, too.
         contents: the bytes of each of the request's pictures, which the agent adds; empty for those that the
             engine need not see, since their tokens are cached.
+        is_suspect: a worker died while it held the request, which has had no token since.
     """
 
     row: int = wire_field("r")
@@ -32,6 +33,7 @@ class NewRow:
     request: Generate = wire_field("q")
     num_cached: int = wire_field("nc", default=0)
     contents: list[bytes] = wire_field("ct", default_factory=list)
+    is_suspect: bool = wire_field("su", default=False)
 
     @property
     def ids(self) -> bytes:

@@ -14,14 +14,14 @@ from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
     "api": (12_538, 24_256),
-    "batcher": (2_807, 4_825),
-    "gpu_worker": (10_819, 20_536),
-    "common": (3_732, 7_454),
+    "batcher": (2_807, 4_826),
+    "gpu_worker": (10_820, 20_540),
+    "common": (3_733, 7_456),
     "deploy": (2_496, 4_325),
-    "tests": (29_584, 51_545),
+    "tests": (29_591, 51_557),
     "benchmarks": (2_561, 4_302),
 }
-MOST_WORDS_OF_DOCS = 21_837
+MOST_WORDS_OF_DOCS = 21_845
 SLACK = 0.01
 
 

@@ -79,7 +79,7 @@ class PrefillBudget:
     def plan(self, grant: Plan, decoding: Sequence[int], prompts: Sequence[tuple[int, int]]) -> StepBudget:
         """Return the budget of a step in which rows of the classes `decoding` could decode, and `prompts` be
         computed, in this order: (class, tokens) of each. If a bulk prompt comes first, it has waited long
-        enough.
+        enough, or is a suspect's.
         """
         num_bulk = sum(map(LEAST_URGENT.__le__, decoding))
         callers = sum(tokens for class_index, tokens in prompts if not is_bulk(class_index))
@@ -106,11 +106,12 @@ PATIENCE = 16
 
 
 def line_up(prompts: Iterable[Row], step: int) -> list[Row]:
-    """Return prompts in the order in which a step computes them: by class, then the one with the fewest
-    tokens left, then the one that started first. In one of PATIENCE steps the one that has waited longest
-    comes first, so that short prompts do not starve a long one.
+    """Return prompts in the order in which a step computes them: suspects, since another death counts as
+    theirs even while they wait; then by class, then the one with the fewest tokens left, then the one that
+    started first. In one of PATIENCE steps the one that has waited longest comes first, so that short prompts
+    do not starve a long one.
     """
-    line = sorted(prompts, key=lambda row: (row.class_index, len(row.ids) - row.kv_len))
+    line = sorted(prompts, key=lambda row: (not row.is_suspect, row.class_index, len(row.ids) - row.kv_len))
     last = max(line, key=lambda row: row.num_passed, default=None)
     if last and step % PATIENCE == 0 and last.num_passed >= PATIENCE - 1:
         line.remove(last)

@@ -205,6 +205,7 @@ class Row:
         num_returns: how often the row went back from wrong proposals; slices launched before that are void.
         proposer: proposes the tokens after the next one; None proposes none.
         num_passed: steps since its prompt was the first to be computed.
+        is_suspect: as in NewRow.
         output: what it brings; the rows of a beam search have one together.
         awaited: what its prefill waits for, until it `is_ready`: its grammar, its pictures.
         launched_step: the last step launched with this row.
@@ -236,6 +237,7 @@ class Row:
     proposer: Proposer | None = None
     ended: bool = False
     num_passed: int = 0
+    is_suspect: bool = False
     output: RowOutput = TOKENS
     awaited: Sequence[Any] = ()
     launched_step: int = 0

@@ -172,6 +172,7 @@ class Rows:
             awaited=[part for part in (grammar, pictures) if part],
             adapter=adapter,
             pictures=pictures,
+            is_suspect=start.is_suspect,
         )
         if request.beams:
             text = self.make_text(ids.tolist(), stopping) if stopping.stop else None

@@ -7,6 +7,7 @@ Which prompts a step computes, how much of each, and which units of pictures.
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.messages.plan import NewRow, Plan
+from common.messages.request import LEAST_URGENT
 from gpu_worker.engine.batch.prefill import PATIENCE, PrefillBudget
 from gpu_worker.engine.batch.row import Adapter, Row, RowSlice, StepSlices
 from gpu_worker.engine.batch.row_pictures import PictureShape, PictureState, PlacedPicture, RowPictures
@@ -241,6 +243,13 @@ def test_prompts_of_the_urgent_are_computed_first() -> None:
         [(2, 12, 1), (3, 4, 2), (1, 0, 6)],
         [(2, 13, 1), (1, 6, 1), (3, 6, 1), (0, 0, 6)],
     ]
+
+
+@pytest.mark.parametrize("class_index", [0, LEAST_URGENT])
+def test_the_prompt_under_which_a_worker_died_is_computed_first(class_index: int) -> None:
+    suspect = replace(start(9, 20, class_index=class_index), is_suspect=True)
+    rows = rows_with(*(start(number, 6) for number in range(5)), suspect, prefill_tokens=8)
+    assert [run_step(rows)[0][0][:3] for _ in range(2)] == [(9, 0, 8), (9, 8, 8)]
 
 
 def test_a_prompt_that_others_pass_for_long_has_a_step_of_its_own_now_and_then() -> None:
