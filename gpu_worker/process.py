@@ -28,7 +28,7 @@ from common.metrics import exposition
 from common.process import logs
 from common.process.launch import ForkedProcess
 from common.process.logs import plural
-from common.process.machine import list_gpus
+from common.process.machine import visible_gpus
 from common.process.startup import (
     READY,
     ProcessIdentity,
@@ -142,16 +142,6 @@ def main(preloaded: Preloaded | None = None) -> None:
         settings = Settings.read([])
         forked = fork_engines(preloaded, len(own_ranks(settings))) if preloaded else []
         sys.exit(uvloop.run(run(settings, identity, forked)))
-
-
-def visible_gpus() -> list[str]:
-    """UUIDs of the GPUs that CUDA_VISIBLE_DEVICES (indexes or UUIDs) allows; none without a driver."""
-    known = [gpu.uuid for gpu in list_gpus()]
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not known or chosen is None:
-        return known
-    names = [name.strip() for name in chosen.split(",") if name.strip()]
-    return [known[int(name)] if name.isdecimal() and int(name) < len(known) else name for name in names]
 
 
 def num_ranks(settings: Settings) -> int:

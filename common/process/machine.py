@@ -153,6 +153,16 @@ def list_gpus() -> list[Gpu]:
     return []
 
 
+def visible_gpus() -> list[str]:
+    """UUIDs of the GPUs that CUDA_VISIBLE_DEVICES (indexes or UUIDs) allows; none without a driver."""
+    known = [gpu.uuid for gpu in list_gpus()]
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not known or chosen is None:
+        return known
+    names = [name.strip() for name in chosen.split(",") if name.strip()]
+    return [known[int(name)] if name.isdecimal() and int(name) < len(known) else name for name in names]
+
+
 def run_delay_s(pid: int) -> float:
     """Return how long the threads of a process have waited for a core although they could run, in sum.
 

@@ -3,34 +3,53 @@ them. Each becomes a command of `tokenfleet`.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 
+from common.process.machine import visible_gpus
+from common.settings import flags
 from common.settings.settings import SettingError
 from deploy.cli.main import main
+from deploy.cli.table import describe
 
-SAGEMAKER_PORT = 8080
-PORT_FLAGS = ("--port", "-p")
+SAGEMAKER_PORT = "8080"
 PORT_VARIABLES = ("AIP_HTTP_PORT", "SAGEMAKER_BIND_TO_PORT")
-MODEL_FLAGS = ("--model-id", "--model")
-MODEL_VARIABLES = ("MODEL_ID", "HF_MODEL_ID")
 PLACES = (Path("/opt/ml/model"), Path("/repository"))
 """Folders into which SageMaker and Inference Endpoints put the model."""
+SHARES_OF_GPUS = ("num_shard", "sharded", "num_workers", "device")
+"""Settings of which each says how many GPUs a worker uses."""
 SERVER_HELP = "one of serve MODEL_ID, download-weights MODEL_ID, quantize MODEL_ID OUTPUT_DIR"
 
 
 def launcher_words(words: Sequence[str]) -> list[str]:
-    """A whole fleet. SageMaker starts its containers with the one word `serve`, and asks port 8080."""
-    if list(words) in (["--version"], ["-V"]):
-        return ["--version"]
-    given = [] if list(words) == ["serve"] else list(words)
-    return ["serve", *given, *port_words(words), *model_words(given)]
+    """A whole fleet, whose worker uses all GPUs as TGI's does. SageMaker starts its containers with the one
+    word `serve`, and asks port 8080.
+    """
+    is_sagemaker = list(words) == ["serve"]
+    argv = [] if is_sagemaker else [*words]
+    flagged, variables = read(argv)
+    found = [*port_words(flagged, SAGEMAKER_PORT if is_sagemaker else ""), *model_words(flagged, variables)]
+    if {*flagged, *variables}.isdisjoint(SHARES_OF_GPUS) and len(visible_gpus()) > 1:
+        found.append("--sharded")
+    return ["serve", *argv, *found]
 
 
 def router_words(words: Sequence[str]) -> list[str]:
-    """Gateways and a batcher, for workers that are started elsewhere."""
-    return ["serve", "--num-workers", "0", *words, *model_words(words)]
+    """Gateways and a batcher, for workers that are started elsewhere. TGI's router names the model as
+    `--tokenizer-name`.
+    """
+    flagged, variables = read(words)
+    found, given = model_words(flagged, variables), variables | flagged
+    if not found and "model_id" not in given and (name := given.get("tokenizer_name")):
+        found = ["--model-id", name.text, flags.flag_of(name.name), "auto"]
+    return ["serve", "--num-workers", "0", *words, *found]
+
+
+def read(argv: Sequence[str]) -> tuple[dict[str, flags.GivenValue], dict[str, flags.GivenValue]]:
+    """What flags give, and what variables give, by setting. Raises SettingError."""
+    prog, description = "tokenfleet serve", describe("serve")
+    return flags.read(argv, {}, prog, description), flags.read([], os.environ, prog)
 
 
 def server_words(words: Sequence[str]) -> list[str]:
@@ -53,32 +72,27 @@ def benchmark_words(words: Sequence[str]) -> list[str]:
     raise SettingError("command", f"text-generation-benchmark {why}")
 
 
-def port_words(words: Sequence[str]) -> list[str]:
-    """`--port` with the port that a cloud asks; it goes before PORT, which images set. Nothing where words
-    name one.
+def port_words(flagged: Collection[str], default: str) -> list[str]:
+    """`--port` with the port that a cloud asks; it goes before PORT, which images set. Nothing where a flag
+    names one.
     """
-    if any(word.partition("=")[0] in PORT_FLAGS for word in words):
-        return []
-    asked = [port for name in PORT_VARIABLES if (port := os.environ.get(name))]
-    if not asked and list(words) == ["serve"]:
-        asked = [str(SAGEMAKER_PORT)]
-    return ["--port", asked[0]] if asked else []
+    asked = next(filter(None, map(os.environ.get, PORT_VARIABLES)), default)
+    return ["--port", asked] if asked and "port" not in flagged else []
 
 
-def model_words(words: Sequence[str]) -> list[str]:
+def model_words(flagged: Collection[str], variables: Collection[str]) -> list[str]:
     """`--model-id` with the model that a cloud has put beside the container; nothing where a model is named.
 
     Vertex names a folder in Cloud Storage, which is fetched, and goes before variables; those of a container
     are the same for all models.
     """
-    named = any(word.partition("=")[0] in MODEL_FLAGS for word in words)
-    if named or (words and not words[0].startswith("-")):
+    if "model_id" in flagged:
         return []
     if folder := os.environ.get("AIP_STORAGE_URI"):
         from deploy.tgi.cloud_storage import fetch_folder  # httpx, which other starts need not wait for
 
         return ["--model-id", os.fspath(fetch_folder(folder))]
-    if any(os.environ.get(name) for name in MODEL_VARIABLES):
+    if "model_id" in variables:
         return []
     found = [place for place in PLACES if (place / "config.json").is_file()]
     return ["--model-id", os.fspath(found[0])] if found else []

@@ -73,7 +73,7 @@ def test_an_engine_whose_device_is_lost_ends(device: str, tmp_path: Path) -> Non
 
 VISIBLE = """
 import torch
-from gpu_worker.process import visible_gpus
+from common.process.machine import visible_gpus
 seen = [f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in range(torch.cuda.device_count())]
 print(seen, visible_gpus())
 """

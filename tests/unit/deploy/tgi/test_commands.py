@@ -8,18 +8,21 @@ from typing import Any
 import fsspec
 import pytest
 
-from common.settings.settings import SettingError
+from common.settings.settings import SettingError, Settings
 from deploy.tgi import cloud_storage, commands
+from tests.support.machine import fake_nvml
 
 # --- commands -----------------------------------------------------------------------------------------------
 
-CLOUD = ("MODEL_ID", "HF_MODEL_ID", "AIP_STORAGE_URI", "SAGEMAKER_BIND_TO_PORT", "AIP_HTTP_PORT")
+CLOUD = ("AIP_STORAGE_URI", "SAGEMAKER_BIND_TO_PORT", "AIP_HTTP_PORT", "CUDA_VISIBLE_DEVICES")
+NAMING = ("MODEL_ID", "HF_MODEL_ID", "TOKENIZER_NAME", "NUM_SHARD", "SM_NUM_GPUS", "DEVICE")
 
 
 @pytest.fixture(autouse=True)
 def places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, ...]:
-    """The folders of clouds, on a machine of none."""
-    for name in CLOUD:
+    """The folders of clouds, on a machine of none, without GPUs."""
+    fake_nvml.install(monkeypatch)
+    for name in CLOUD + NAMING:
         monkeypatch.delenv(name, raising=False)
     found = (tmp_path / "ml", tmp_path / "repository")
     monkeypatch.setattr(commands, "PLACES", found)
@@ -31,12 +34,60 @@ def places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, ...]:
     [
         ([], ["serve"]),
         (["--model-id", "X", "--num-shard", "2"], ["serve", "--model-id", "X", "--num-shard", "2"]),
-        (["--version"], ["--version"]),
         (["serve"], ["serve", "--port", "8080"]),
     ],
 )
 def test_the_launcher_serves(words: Sequence[str], becomes: Sequence[str]) -> None:
     assert commands.launcher_words(words) == becomes
+
+
+def test_the_launcher_shows_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        commands.launcher_words(["--version"])
+    assert capsys.readouterr().out.startswith("tokenfleet ")
+
+
+@pytest.mark.parametrize(
+    ("visible", "words", "variables", "is_sharded"),
+    [
+        ("", [], {}, False),
+        ("0", [], {}, False),
+        ("1,0", ["--port", "80"], {}, True),
+        (None, ["serve"], {}, True),
+        (None, ["-tp", "1"], {}, False),
+        (None, ["--sharded", "false"], {}, False),
+        (None, ["--num-workers=2"], {}, False),
+        (None, [], {"SM_NUM_GPUS": "1"}, False),
+        (None, [], {"DEVICE": "cpu"}, False),
+    ],
+)
+def test_the_launcher_s_worker_uses_all_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+    visible: str | None,
+    words: list[str],
+    variables: dict[str, str],
+    is_sharded: bool,
+) -> None:
+    """Those that CUDA_VISIBLE_DEVICES allows, unless another setting says how many."""
+    fake_nvml.install(monkeypatch, "GPU-a", "GPU-b")
+    for name, value in (variables | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})).items():
+        monkeypatch.setenv(name, value)
+    assert (commands.launcher_words(words)[-1] == "--sharded") == is_sharded
+
+
+def test_the_router_s_tokenizer_names_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing else does."""
+
+    def names(*words: str) -> tuple[str, str | None]:
+        found = Settings.read(commands.router_words(words)[1:], {})
+        return found.model_id, found.tokenizer_name
+
+    assert names("--tokenizer-name", "X", "--port", "80") == names("--tokenizer-name=X") == ("X", None)
+    assert names("--tokenizer-name", "X", "--model-id", "Y") == ("Y", "X")
+    monkeypatch.setenv("TOKENIZER_NAME", "X")
+    assert names() == ("X", None)
+    monkeypatch.setenv("MODEL_ID", "Y")
+    assert commands.router_words([]) == ["serve", "--num-workers", "0"]
 
 
 @pytest.mark.parametrize(
