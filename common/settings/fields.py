@@ -25,7 +25,7 @@ MAX_PROCESSES = 1024
 NEXT_URL = r",(?=[^,=/:?]+=)"
 """The comma before the next `pool=`: a URL of Sentinel has commas itself, which no name follows."""
 KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
-LEVELS = {"trace": "debug", "warn": "warning", "critical": "error"}
+LEVELS = {"trace": "debug", "warn": "warning", "critical": "error", "off": "error"}
 KV_DTYPES = {"fp8": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3"}
 DTYPES = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 LOAD_FORMATS = dict.fromkeys(("safetensors", "fastsafetensors", "runai_streamer"), "auto")
@@ -74,8 +74,9 @@ def to_list(value: Any, comma: str = ",") -> Any:
 
 
 def to_level(text: str) -> str:
-    """The general level of a filter as in `info,text_generation_router=debug`."""
-    level = text.split(",")[0].strip().lower()
+    """The general level of a filter as in `info,text_generation_router=debug`; else the first one there."""
+    words = [word.strip() for word in text.lower().split(",")]
+    level = next((word for word in words if "=" not in word), words[0].rpartition("=")[2])
     return LEVELS.get(level, level)
 
 
