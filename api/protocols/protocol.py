@@ -22,7 +22,7 @@ from api.prompts.tokenizer import ModelTokenizer
 from api.requests.fields import Strict
 from api.requests.pool import Pool
 from api.requests.service_terms import SERVICE_HEADERS
-from api.requests.validate import GenerationParams, check_size, validate, with_truncate
+from api.requests.validate import GenerationParams, check_size, num_added_first, validate, with_truncate
 from api.streams.stream import Stream
 from api.webhooks import REQUEST
 from common.messages.records import unpack_ids
@@ -152,7 +152,8 @@ def shown_prefix(params: GenerationParams, request: Generate, tokenizer: ModelTo
         return params.prefix
     if params.prompt is not None and params.truncate != request.num_prompt:
         return params.prompt.text
-    return tokenizer.text_of(unpack_ids(request.prompt_ids))
+    ids = unpack_ids(request.prompt_ids)
+    return tokenizer.text_of(ids[num_added_first(params, ids, tokenizer) :])
 
 
 class Protocol(NamedTuple):

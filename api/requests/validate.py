@@ -3,6 +3,7 @@ are refused by the name of the field at fault. What cannot stand beside a beam s
 """
 
 import contextlib
+import itertools
 import secrets
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -327,8 +328,18 @@ def with_truncate(params: GenerationParams, limits: Limits) -> GenerationParams:
     return replace(params, truncate=max(1, min(limits.max_input_tokens, room)))
 
 
+def num_added_first(params: GenerationParams, ids: Sequence[int], tokenizer: ModelTokenizer) -> int:
+    """How many of a prompt's first ids are special tokens that its tokenizer has put before its text."""
+    if params.prompt is None:
+        return 0
+    added = tokenizer.encode("", params.add_special_tokens)
+    return len([*itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ids, added, strict=False))])
+
+
 async def encode_prompt(params: GenerationParams, limits: Limits, tokenizer: ModelTokenizer) -> list[int]:
-    """The prompt's token ids; the last `truncate` ones where that is given. Raises ApiError."""
+    """The prompt's token ids; where `truncate` is given, so many: its last ones after the special tokens that
+    the tokenizer has put before its text. Raises ApiError.
+    """
     field = "prompt" if params.prompt_ids is None else "prompt_ids"
     check_most("truncate", params.truncate or 0, limits.max_input_tokens)
     if params.prompt_ids is not None:
@@ -338,7 +349,9 @@ async def encode_prompt(params: GenerationParams, limits: Limits, tokenizer: Mod
         ids = await tokenizer.encode_prompt(params.prompt, params.add_special_tokens, most)
     else:
         raise invalid(f"`{field}` cannot be empty")
-    ids = ids[-(params.truncate or 0) :]
+    if params.truncate is not None and len(ids) > params.truncate:
+        num_first = min(params.truncate, num_added_first(params, ids, tokenizer))
+        ids = [*ids[:num_first], *ids[len(ids) - params.truncate + num_first :]]
     if not ids:
         raise invalid(f"`{field}` has no tokens")
     ids = [*ids, *tokenizer.starting_ids]

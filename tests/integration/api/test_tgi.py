@@ -9,6 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from api.answers.answer import HttpAnswer, Rendering
 from api.http.sse import Feed
@@ -23,7 +26,7 @@ from tests.support.answers import CHAT, data_of, frames, logprobs, post, streame
 from tests.support.fleet.batchers import batching
 from tests.support.fleet.gateways import answering, nothing_left, ready, serving
 from tests.support.fleet.scripted_worker import EOS, Answer, working
-from tests.support.tokenizer import IM_END, TOKENIZER, ids, model_tokenizer
+from tests.support.tokenizer import IM_END, TOKENIZER, ids, model_tokenizer, tokenizer_with
 
 
 def bodies_of(stream: Stream) -> Feed:
@@ -381,6 +384,32 @@ async def test_each_sampling_parameter_alone_turns_sampling_on_with_a_seed_of_it
         size = model_tokenizer().size
         biased = SamplingParams(temperature=1.0, top_k=size, logit_bias=[(6, -1.5)], seed=7)
         assert worker.seen[-1].sampling == biased, "those that change nothing are left out"
+
+
+async def test_a_truncated_text_keeps_the_special_tokens_before_it(broker: Broker) -> None:
+    """As in TGI's worker; the answer shows them no more than without `truncate`."""
+    text, first = "one two three", "<|im_start|>"
+    backend = Tokenizer.from_str(TOKENIZER.to_str())
+    special = [(first, TOKENIZER.token_to_id(first))]
+    backend.post_processor = TemplateProcessing(single=f"{first} $A", special_tokens=special)
+    tgis = PreTrainedTokenizerFast(tokenizer_object=backend, truncation_side="left")
+    async with answering(broker.url, Answer(ids(" x")), tokenizer=tokenizer_with(backend=backend)) as (
+        worker,
+        _,
+        client,
+    ):
+        for number, shown in (
+            (1, " x"),
+            (2, " three x"),
+            (3, " two three x"),
+            (4, f"{text} x"),
+            (9, f"{text} x"),
+        ):
+            body = {"prompt": text, "truncate_prompt_tokens": number, "echo": True}
+            assert (await post(client, "/v1/completions", body))["choices"][0]["text"] == shown
+            await generate(client, {"truncate": number}, text)
+            expected = tgis(text, truncation=True, max_length=number)["input_ids"]
+            assert [unpack_ids(one.prompt_ids) for one in worker.seen[-2:]] == [expected] * 2
 
 
 async def test_odd_but_valid_inputs_are_served(broker: Broker) -> None:
