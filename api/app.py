@@ -8,7 +8,7 @@ import os
 import random
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from functools import cache, partial
 from importlib.metadata import version
 from typing import Any
@@ -21,7 +21,7 @@ from fastapi_offline import FastAPIOffline
 from sse_starlette.sse import AppStatus
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Match
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.admin.routes_fleet import metrics_router as metrics
 from api.admin.routes_fleet import router as fleet
@@ -59,6 +59,7 @@ from api.protocols.messages import router as count_tokens
 from api.protocols.responses import read_response, render_response
 from api.protocols.stored_responses import router as stored_responses
 from api.protocols.table import hint, make_router, protocol_at
+from api.protocols.tgi import VERTEX
 from api.protocols.tgi import info_router as info
 from api.requests.pool import Pool
 from api.requests.registry import PoolRegistry
@@ -193,9 +194,32 @@ def build(
     inner = around(app, partial(write_inherited, gateway.pools), resume_posts)
     return around(
         add_cors(inner, gateway.settings),
+        partial(ask_own_path, vertex_paths(app.routes)),
         partial(gateway.access.log_request, protocol_at),
         partial(give_answer_socket, channel or KeeperChannel(None)),
     )
+
+
+VERTEX_ROUTES = {"AIP_PREDICT_ROUTE": ("POST", VERTEX.path), "AIP_HEALTH_ROUTE": ("GET", "/health")}
+"""Variables with a path that Vertex AI asks → the method, and the path of ours that answers."""
+
+
+def vertex_paths(routes: Sequence[BaseRoute]) -> dict[tuple[str, str], str]:
+    """Methods and paths that Vertex AI asks, and none of these routes has → our paths that answer."""
+    found = {}
+    for name, (method, path) in VERTEX_ROUTES.items():
+        asked = {"type": "http", "method": method, "path": os.environ.get(name, ""), "headers": []}
+        if all(route.matches(asked)[0] is not Match.FULL for route in routes):
+            found[method, asked["path"]] = path
+    return found
+
+
+async def ask_own_path(
+    paths: Mapping[tuple[str, str], str], app: ASGIApp, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """The outermost middleware: give a request of Vertex AI the path that answers it."""
+    scope["path"] = paths.get((scope["method"], scope["path"]), scope["path"])
+    await app(scope, receive, send)
 
 
 def make_routes(gateway: Gateway, refuses: Callable[[], bool] = lambda: False) -> FastAPI:

@@ -258,9 +258,9 @@ class AccessLog:
         receive: Receive,
         send: Send,
     ) -> None:
-        """The outermost middleware: give a request an id and the row of its protocol, log it at its end, and
-        count it in `load` until then. One for tokens is traced, counted when it arrives, and waits for its
-        turn if many arrive at once.
+        """Middleware: give a request an id and the row of its protocol, log it at its end, and count it in
+        `load` until then. One for tokens is traced, counted when it arrives, and waits for its turn if many
+        arrive at once.
         """
         state = scope["state"]
         row = state[ROW] = protocol_at(scope["path"])

@@ -302,6 +302,27 @@ async def test_each_instance_has_its_prediction(broker: Broker) -> None:
     assert drawn["2"] is not None and (drawn["2"].seed, drawn["2"].temperature) == (7, 1.0)
 
 
+async def test_vertex_ai_is_answered_at_the_paths_that_it_asks(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path that has a route of its own keeps it."""
+    place, body = "/v1/endpoints/1/deployedModels/2", {"instances": [{"inputs": "one"}]}
+    monkeypatch.setenv("AIP_PREDICT_ROUTE", f"{place}:predict")
+    monkeypatch.setenv("AIP_HEALTH_ROUTE", place)
+    async with answering(broker.url, repeat) as (_, _, client):
+        answer = await post(client, f"{place}:predict", body)
+        health = await client.get(place)
+        refused = await client.post(f"{place}:predict", json={})
+    assert answer == {"predictions": ["about one"]}
+    assert (health.status_code, health.json()["error_type"]) == (503, "healthcheck"), "no batcher runs"
+    assert (refused.status_code, refused.json()["error_type"]) == (422, "validation")
+    monkeypatch.setenv("AIP_PREDICT_ROUTE", "/generate")
+    monkeypatch.setenv("AIP_HEALTH_ROUTE", "/v1/models")
+    async with answering(broker.url, repeat) as (_, _, client):
+        assert await post(client, "/generate", {"inputs": "one"}) == {"generated_text": "about one"}
+        assert (await client.get("/v1/models")).json()["object"] == "list"
+
+
 # --- tgi requests -------------------------------------------------------------------------------------------
 
 

@@ -308,8 +308,6 @@ REFUSED = {
     "ROCM_USE_CUSTOM_PAGED_ATTN=1": "ROCM_USE_CUSTOM_PAGED_ATTN: 1 is not served: AMD GPUs are not served",
     "ROCM_USE_SKINNY_GEMM=1": "ROCM_USE_SKINNY_GEMM: 1 is not served: AMD GPUs are not served",
     "XPU_MEMORY_FRACTION=0.5": "XPU_MEMORY_FRACTION: 0.5 is not served: Intel GPUs are not served",
-    "AIP_PREDICT_ROUTE=/predict": "AIP_PREDICT_ROUTE: /predict is not served: give the model a predict",
-    "AIP_HEALTH_ROUTE=/alive": "AIP_HEALTH_ROUTE: /alive is not served: give the model a health route that",
     "NGROK_AUTHTOKEN=secret": "NGROK_AUTHTOKEN: … is not served: tunnels are not built; put a proxy in front",
     "ROCM_USE_FLASH_ATTN_V2_TRITON=1": "ROCM_USE_FLASH_ATTN_V2_TRITON: 1 is not served: ",
 }
@@ -546,7 +544,7 @@ DEBUG=1 RANK=1 WORLD_SIZE=2 DOCKER_LABEL=3.3.7 GIT_SHA=db931fcf
 CUDA_VISIBLE_DEVICES=0 NVIDIA_VISIBLE_DEVICES=all ZE_AFFINITY_MASK=0
 HF_MODEL_ID=org/model HF_MODEL_REVISION=main SM_NUM_GPUS=4 HF_MODEL_TRUST_REMOTE_CODE=true
 SAGEMAKER_BIND_TO_PORT=8080
-AIP_HTTP_PORT=8080 AIP_PREDICT_ROUTE=/vertex AIP_PREDICT_ROUTE=/v1/chat/completions AIP_HEALTH_ROUTE=/health
+AIP_HTTP_PORT=8080 AIP_PREDICT_ROUTE=/v1/endpoints/1/deployedModels/2:predict AIP_HEALTH_ROUTE=/health
 """.split()
 
 
