@@ -106,7 +106,6 @@ class KServeParameters(GenerateParameters):
     min_length: int | None = least(0, "The same as `min_new_tokens`.")
     stop_words: Listed[StopText] | None = optional("The same as `stop`.")
     random_seed: int | None = least(SEED[0], "The same as `seed`.", SEED[1])
-    stream: bool | None = optional("The path says whether tokens are streamed: true on `…/generate_stream`.")
     exclude_input_in_output: bool | None = optional("False begins the text with the prompt. Default: true.")
 
 
@@ -225,7 +224,6 @@ class InferRequest(GenerateBody):
             for i, output in enumerate(self.outputs or ())
         ]
         refuse(
-            (parameters.stream, "`stream` must be false on this path: see …/generate_stream"),
             *(
                 (getattr(parameters, name), f"`{name}` has no place in an output of text: see …/generate")
                 for name in WITHOUT_PLACE
@@ -397,11 +395,7 @@ async def read_infer(body: InferRequest, context: Context) -> HttpAnswer:
 
 async def read_generate(body: KServeGenerateRequest, context: Context) -> HttpAnswer:
     """What a text asks for. Raises ApiError."""
-    parameters, streamed = body.parameters, context.streamed
-    if parameters.stream not in (None, streamed):
-        word, other = ("true", "generate") if streamed else ("false", "generate_stream")
-        raise invalid(f"`stream` must be {word} on this path: see …/{other}")
-    return await context.ask([params_of(body.text_input, "text_input", parameters, streamed)])
+    return await context.ask([params_of(body.text_input, "text_input", body.parameters, context.streamed)])
 
 
 MODEL_PARAMETER = {

@@ -182,7 +182,10 @@ class GenerateParameters(BeamFields):
     )
     top_n_tokens: int | None = least(0, "The number of most likely tokens to return at each position.")
     return_full_text: bool | None = optional(
-        "Begin the text with the prompt. Default: false; on `POST /`, true."
+        "Begin the text with the prompt. Default: false; on `POST /` true, unless the model sees pictures."
+    )
+    stream: bool | None = optional(
+        "What the path, or the body's `stream`, says: whether tokens are streamed. Another value is refused."
     )
 
     grammar: dict[str, Any] | None = optional(
@@ -208,7 +211,9 @@ class GenerateParameters(BeamFields):
         """
         name, asked, number = "decoder_input_details", self.decoder_input_details, self.best_of or 1
         at_once, grammar = "when tokens are streamed", self.grammar
+        word, other = ("true", "generate") if streamed else ("false", "generate_stream")
         refuse(
+            (self.stream not in (None, streamed), f"`stream` must be {word} on this path: see …/{other}"),
             (asked and streamed, f"`{name}` must be false {at_once}"),
             (streamed and number > 1, f"`best_of` must be 1 {at_once}. Given: {number}"),
             (grammar and grammar.get("value") is None, "`grammar.value` is required"),
@@ -391,12 +396,12 @@ def rank(streams: Sequence[Stream]) -> list[Stream]:
 
 async def read_generate(body: GenerateRequest, context: Context) -> HttpAnswer:
     """What a body asks for. The text begins with the prompt if `return_full_text` says so; on the route `/`
-    that is the default. Raises ApiError.
+    that is the default of a model that sees no pictures. Raises ApiError.
     """
     parameters = body.parameters or GenerateParameters()
     full_text = parameters.return_full_text
     if full_text is None:
-        full_text = isinstance(body, CompatGenerateRequest)
+        full_text = isinstance(body, CompatGenerateRequest) and not context.pool.shows_pictures
     return await context.ask([parameters.of_prompt(body.inputs, context.streamed, full_text)])
 
 
@@ -452,7 +457,8 @@ COMPAT_GENERATE = GENERATE._replace(
     summary="Generate text, or a stream of tokens",
     description=(
         "Does what /generate_stream does if `stream` is true, else what /generate does, with the response "
-        "in an array of one. The text begins with the prompt unless `return_full_text` is false."
+        "in an array of one. The text begins with the prompt unless `return_full_text` is false, or the "
+        "model sees pictures."
     ),
     whole=[GENERATE_ANSWER],
     events=EVENTS,

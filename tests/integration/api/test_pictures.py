@@ -24,6 +24,7 @@ from common.messages.request import Generate
 from common.pictures import Size
 from common.settings.settings import Settings
 from deploy.launcher.embedded_broker import Broker
+from tests.support.answers import post
 from tests.support.broker_state import KEYS
 from tests.support.fleet.gateways import serving
 from tests.support.fleet.scripted_worker import Answer, FakeWorker
@@ -210,6 +211,19 @@ async def test_bodies_are_as_large_as_pictures_need_where_the_model_sees(
         assert (await client.get("/info")).json()["model_pipeline_tag"] == "image-text-to-text"
         assert (await client.post("/generate", json={"inputs": "a", "pad": "a" * 4000})).status_code == 200
         assert (await client.post("/generate", json={"inputs": "a", "pad": "a" * 6000})).status_code == 413
+
+
+async def test_a_text_about_pictures_begins_with_its_prompt_only_if_asked(
+    broker: Broker, tmp_path: Path
+) -> None:
+    """Those of other models begin with it on these routes, as in TGI."""
+    make_processor("qwen2_vl", tmp_path)
+    async with showing(broker.url, tmp_path, ANSWER) as (_, _, client):
+        for path in ("/", "/invocations"):
+            for asked in (None, True):
+                body = {"inputs": "Hi", "parameters": {"return_full_text": asked}}
+                [found] = await post(client, path, body)
+                assert found["generated_text"].startswith("Hi") == bool(asked)
 
 
 @pytest.mark.parametrize("sees", (True, False))

@@ -245,12 +245,14 @@ GENERATE: Rows = [
     ({"adapter_id": "a"}, "adapter_id", "there is no adapter 'a'"),
     ({"grammar": {"type": "json_object"}}, "grammar.value", "is required"),
     ({"grammar": {"type": "regex", "value": "("}}, "grammar.value", "cannot be compiled: "),
+    ({"stream": True}, "stream", "must be false on this path: see …/generate_stream"),
     ({"max_tokens": 5}, "max_tokens", "is not a field of this route"),
     ({"receipt": True}, "receipt", "is not served any more"),
     ({"response_format": {"type": "json_object"}}, "response_format", "is not a field of this route"),
 ]
 STREAM: Rows = [
     (DRAWN, "best_of", "must be 1 when tokens are streamed. Given: 2"),
+    ({"stream": False}, "stream", "must be true on this path: see …/generate"),
     ({"return_generation_logits": True}, "return_generation_logits", "must be false when tokens are"),
     ({"decoder_input_details": True}, "decoder_input_details", "must be false when tokens are streamed"),
 ]

@@ -267,7 +267,7 @@ async def test_each_body_is_answered_as_by_its_route(broker: Broker) -> None:
             assert await answer(INVOCATIONS, body) == await answer(path, body)
         chunks = frames(await streamed(client, INVOCATIONS, CHAT))
         assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == "one two"
-        assert data_of(await streamed(client, INVOCATIONS, {"inputs": "Hi"}))
+        assert data_of(await streamed(client, INVOCATIONS, {"inputs": "Hi", "parameters": {"stream": True}}))
         wrong = await client.post(INVOCATIONS, json={"prompt": ""})
         empty = await client.post(INVOCATIONS, json={})
         await nothing_left(gateway, worker)
@@ -368,6 +368,7 @@ NEUTRAL: dict[str, Any] = {
     "stop_token_ids": [],
     "return_full_text": False,
     "watermark": False,
+    "stream": False,
     "decoder_input_details": False,
     "top_n_tokens": 0,
 }
