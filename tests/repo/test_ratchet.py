@@ -13,15 +13,15 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (12_538, 24_256),
+    "api": (12_556, 24_294),
     "batcher": (2_807, 4_826),
-    "gpu_worker": (10_820, 20_540),
-    "common": (3_733, 7_456),
-    "deploy": (2_496, 4_325),
-    "tests": (29_591, 51_557),
+    "gpu_worker": (10_813, 20_530),
+    "common": (3_741, 7_467),
+    "deploy": (2_502, 4_339),
+    "tests": (29_654, 51_676),
     "benchmarks": (2_561, 4_302),
 }
-MOST_WORDS_OF_DOCS = 21_845
+MOST_WORDS_OF_DOCS = 21_892
 SLACK = 0.01
 
 
