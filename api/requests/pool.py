@@ -414,9 +414,10 @@ class Pool:
         request = stream.request
         forget = request_scripts.forget(self.client.keys, request, reader=reader)
         try:
+            has_to_end = stream.ended_here or not stream.terminal
+            is_cancelled = has_to_end and await self.cancel(request.request_id, reader, request.digest)
             async with asyncio.timeout(CLEANUP_TIMEOUT_S):
-                has_to_end = stream.ended_here or not stream.terminal
-                if has_to_end and await self.cancel(request.request_id, reader, request.digest):
+                if is_cancelled:
                     self.relay.note_admitted(stream)
                     await stream.ended.wait()
                 if await self.retry_forever(lambda: self.client.run(forget)):

@@ -15,6 +15,7 @@ from api.app import Gateway
 from api.http import connection_limits
 from api.http import sse as sse_module
 from api.http.connection_limits import NUM_RESERVED, TIMEOUTS_S
+from api.requests import pool
 from common.metrics import catalogue
 from deploy.launcher.embedded_broker import Broker
 from tests.support.events import IDS
@@ -25,14 +26,19 @@ from tests.support.tokenizer import TOKENIZER
 from tests.support.waiting import wait_until
 
 
-async def test_a_cancel_is_retried_until_the_broker_accepts_it(broker: Broker) -> None:
+async def test_a_cancel_is_retried_until_the_broker_accepts_it(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long that takes: the limit of a cleanup is one of what follows."""
     async with answering(broker.url, Answer(IDS, ends=False)) as (worker, gateway, client):
         task = asyncio.create_task(client.post("/generate", json={"inputs": "a"}))
         await wait_until(lambda: worker.seen)
         await worker.redis.config_set("maxmemory", 1)
         try:
-            task.cancel()
-            await wait_until(lambda: gateway.pool.cleanups)
+            with monkeypatch.context() as outage:
+                outage.setattr(pool, "CLEANUP_TIMEOUT_S", 0.0)
+                task.cancel()
+                await wait_until(lambda: gateway.pool.cleanups)
         finally:
             await worker.redis.config_set("maxmemory", 0)
         await nothing_left(gateway, worker)
