@@ -67,19 +67,20 @@ return_places(requests, places, ended)
 return replies
 
 --- finish
--- needs: lib/terminal, lib/usage
+-- needs: lib/fenced, lib/terminal, lib/usage
 -- Publish the batcher's terminal of a request that no worker holds, and count its tokens.
--- KEYS request, tokens, usage, webhooks
--- ARGV reason, num_tokens, error_text, error_type, kept_ms, channel, payload
--- Returns 1, or 0 when it has ended already.
+-- KEYS epoch, request, tokens, usage, webhooks
+-- ARGV own_epoch, reason, num_tokens, error_text, error_type, kept_ms, channel, payload
+-- Returns 'OK', 'ENDED' when it has ended already, or 'FENCED'.
+if fenced(epoch, own_epoch) then return 'FENCED' end
 local is_first = finish(
   webhooks, request, tokens, reason, num_tokens, error_text, error_type, '', kept_ms, channel, payload
 )
-if not is_first then return 0 end
+if not is_first then return 'ENDED' end
 local meter = load_usage()
 meter.count_end(usage, request, tonumber(num_tokens))
 meter.write(usage)
-return 1
+return 'OK'
 
 --- save_committed
 -- needs: lib/fenced, lib/spill, lib/usage

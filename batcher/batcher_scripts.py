@@ -54,9 +54,14 @@ def dequeue(keys: Keys, entries: Sequence[tuple[str, str]]) -> ScriptCall[list[i
     return call_script("dequeue", list, keys, more_keys=request_keys(keys, names), more_args=ids)
 
 
-def finish(keys: Keys, end: Terminal, *, kept_ms: int, channel: str, payload: bytes) -> ScriptCall[bool]:
-    """Set and publish the terminal of a request that no worker holds. False if it has ended already."""
+def finish(
+    keys: Keys, end: Terminal, *, own_epoch: int, kept_ms: int, channel: str, payload: bytes
+) -> ScriptCall[str]:
+    """Set and publish the terminal of a request that no worker holds. The reply is `OK`, `ENDED` if it has
+    ended already, or `FENCED`.
+    """
     args: Args = {
+        "own_epoch": own_epoch,
         "reason": end.reason,
         "num_tokens": end.num_tokens,
         "error_text": end.error,
@@ -65,7 +70,7 @@ def finish(keys: Keys, end: Terminal, *, kept_ms: int, channel: str, payload: by
         "channel": channel,
         "payload": payload,
     }
-    return call_script("finish", bool, keys, end.request_id, args=args)
+    return call_script("finish", bytes.decode, keys, end.request_id, args=args)
 
 
 def save_committed(

@@ -225,8 +225,12 @@ class Recovery:
         keys, epoch = self.pool.keys, self.scheduler.epoch
         for part in in_slices([item for item in states.items() if item[1].is_live], SAVED_IN_ONE_CALL):
             call = batcher_scripts.save_committed(keys, own_epoch=epoch, states=dict(part), worker=worker)
-            if await self.pool.run(call) != "OK":
-                raise LeaseLost(f"epoch {epoch} is over")
+            await self.run_in_epoch(call)
+
+    async def run_in_epoch(self, call: ScriptCall[str]) -> None:
+        """Run a script that the broker refuses once a newer epoch has begun. Raises LeaseLost then."""
+        if await self.pool.run(call) == "FENCED":
+            raise LeaseLost(f"epoch {self.scheduler.epoch} is over")
 
     def enqueue(self, sequences: list[Sequence], states: dict[str, Committed]) -> list[Sequence]:
         """Update sequences to what is committed, and enqueue those that are live. Return the live ones."""
@@ -249,7 +253,7 @@ class Recovery:
     # --- ends of requests that no worker holds --------------------------------------------------------------
 
     async def finish(self, sequence: Sequence, why: str) -> None:
-        """End a request that no worker holds. A terminal that it has already stays."""
+        """End a request that no worker holds. A terminal that it has already stays. Raises LeaseLost."""
         request = sequence.request
         await self.publish(request.request_id, request.channel, request.kept_ms, why, sequence.base)
         log.info(
@@ -280,10 +284,15 @@ class Recovery:
         terminal = terminal_for(request_id, why, num_tokens)
         number = self.channels.next_number(channel) if channel else 0
         events = Events(self.channels.source, number, terminals=[terminal])
-        ended = batcher_scripts.finish(
-            self.pool.keys, terminal, kept_ms=kept_ms, channel=channel, payload=encode(events)
+        call = batcher_scripts.finish(
+            self.pool.keys,
+            terminal,
+            own_epoch=self.scheduler.epoch,
+            kept_ms=kept_ms,
+            channel=channel,
+            payload=encode(events),
         )
-        await self.pool.run(ended)
+        await self.run_in_epoch(call)
 
     async def delete_entry(self, request_id: str, entry_id: str) -> None:
         """Remove an entry from the queue, unless its request has not ended."""

@@ -398,10 +398,9 @@ async def test_a_result_with_other_tokens_is_withdrawn(redis: Redis, relay: Rela
     await put(redis, 0, "w2", attempt=2)
     other = [token_id + 1 for token_id in IDS[:2]]
     records = pack_columns(other, [0.0, 0.0], [])
-    await run_script(
-        redis,
-        batcher_scripts.finish(KEYS, Terminal("r", "length", 2), kept_ms=60_000, channel="", payload=b""),
-    )
+    end_with = Terminal("r", "length", 2)
+    call = batcher_scripts.finish(KEYS, end_with, own_epoch=5, kept_ms=60_000, channel="", payload=b"")
+    await run_script(redis, call)
     await redis.set(KEYS.tokens("r"), records)
     await publish(relay, 2, end(2))
     await wait_until(lambda: relay.filler.offers.num_offers)

@@ -21,7 +21,7 @@ from batcher import batcher_scripts, inbox, worker_registry
 from batcher.actions import ActionQueue, ScriptAction
 from batcher.housekeeping import LINGER_S, LOAD_TIMEOUT_S, AdapterKeeper, Housekeeping
 from batcher.inbox import Inbox, StreamEntry
-from batcher.lease import Lease, WritesLost
+from batcher.lease import Lease, LeaseLost, WritesLost
 from batcher.loop import Batcher
 from batcher.scheduling.plan_builder import PendingPlan
 from batcher.scheduling.replica import Replica, WorkerLimits
@@ -45,6 +45,7 @@ from common.tracing import TraceSpan, ids_of, span_name
 from tests.support.broker_state import (
     KEYS,
     admit,
+    error_of,
     make_request,
     make_tokens,
     place,
@@ -362,6 +363,15 @@ async def test_a_request_whose_key_is_gone_has_ended(redis: Redis, batcher: Batc
     sequence = await queued(redis, "r1")
     await redis.delete(KEYS.request("r1"))
     assert await batcher.recovery.resume([sequence]) == []
+
+
+async def test_a_batcher_of_an_earlier_epoch_ends_no_request(redis: Redis, batcher: Batcher) -> None:
+    """The next one may have started it by the time that the broker hears of the end."""
+    sequence = await queued(redis, "r1")
+    await redis.incr(KEYS.epoch)
+    with pytest.raises(LeaseLost):
+        await batcher.recovery.finish(sequence, "no_worker")
+    assert not await error_of(redis, "r1")
 
 
 async def test_sequences_change_only_after_everything_was_saved(redis: Redis, batcher: Batcher) -> None:

@@ -149,13 +149,14 @@ async def test_only_the_first_terminal_is_published(redis: Redis, published: Pub
     await admit_request(redis, REQUEST)
     await create_logs(redis)
 
-    async def finish(end: Terminal, payload: bytes) -> bool:
-        call = batcher_scripts.finish(KEYS, end, kept_ms=60_000, channel="ch", payload=payload)
+    async def finish(end: Terminal, payload: bytes) -> str:
+        call = batcher_scripts.finish(KEYS, end, own_epoch=5, kept_ms=60_000, channel="ch", payload=payload)
         return await run_script(redis, call)
 
-    assert await finish(Terminal("r1", "cancelled", 1, "cancelled: client", "cancelled"), b"cancelled")
+    cancelled = Terminal("r1", "cancelled", 1, "cancelled: client", "cancelled")
+    assert await finish(cancelled, b"cancelled") == "OK"
     await flush(redis, 1, terminals=[length_end(b"length")])
-    assert not await finish(Terminal("r1", "error", 1, "gone", "generation"), b"e")
+    assert await finish(Terminal("r1", "error", 1, "gone", "generation"), b"e") == "ENDED"
     assert await published() == [b"cancelled"]
     end = await redis.hmget(KEYS.request("r1"), ["terminal", "num_tokens", "error", "error_type"])  # type: ignore[misc]
     assert end == [b"cancelled", b"1", b"cancelled: client", b"cancelled"]
@@ -617,9 +618,9 @@ async def test_what_a_dead_worker_has_left_is_counted_when_it_is_saved(redis: Re
         assert await total(redis) == numbers(20, 16, 7)
     await publish_plan(redis, "5-2", [("r1", 2, 7)])
     call = batcher_scripts.finish(
-        KEYS, terminal_for("r1", "timeout", 7), kept_ms=1000, channel="", payload=b""
+        KEYS, terminal_for("r1", "timeout", 7), own_epoch=5, kept_ms=1000, channel="", payload=b""
     )
-    assert await run_script(redis, call)
+    assert await run_script(redis, call) == "OK"
     assert (await total(redis))["completion_tokens"] == 7
 
 
