@@ -63,9 +63,10 @@ class FailureDetector:
 
     def is_dead(self, has_heartbeat: bool, seen_ms: float, now_ms: float) -> bool:
         """Whether a worker is dead whose last heartbeat came at `seen_ms`. A time in the future does not
-        count: the broker's clock has gone back since, so the heartbeat would last too long.
+        count: the broker's clock has gone back since, so the heartbeat would last too long. A step back that
+        makes no pause is too small for that.
         """
-        return self.active and not (has_heartbeat and seen_ms <= now_ms)
+        return self.active and not (has_heartbeat and seen_ms <= now_ms + CLOCK_JUMP_MS)
 
     def check_stall(self) -> None:
         """Pause if the last check is long ago: the broker was busy, or this process was stopped."""

@@ -92,6 +92,14 @@ def test_a_jump_of_the_broker_s_clock_pauses(detector: FailureDetector, clock: C
     assert not detector.active
 
 
+def test_a_smaller_step_back_of_the_broker_s_clock_kills_no_worker(detector: FailureDetector) -> None:
+    detector.check_clock_jump(1_000_000)
+    detector.resumes_s = 0.0
+    now_ms = 1_000_000 - (CLOCK_JUMP_MS - 100)
+    detector.check_clock_jump(now_ms)
+    assert detector.active and not detector.is_dead(True, 1_000_000, now_ms)
+
+
 # --- failure detector worker absence ------------------------------------------------------------------------
 
 
