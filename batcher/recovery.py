@@ -28,7 +28,7 @@ from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode, encode
 from common.messages.events import ChannelSequences, Events, Tokens, terminal_for
 from common.messages.plan import Report, WorkerDied
-from common.process.logs import for_request, plural
+from common.process.logs import first_incarnation, for_request, plural
 
 log = logging.getLogger(__name__)
 UNDECODABLE_RESULT_TTL_MS = 60_000
@@ -134,8 +134,9 @@ class Recovery:
 
     async def seal_process(self, incarnation: str) -> None:
         """Declare every incarnation of a process dead, by the name that its launcher gave it."""
-        for name in sorted(self.workers.incarnations(incarnation)):
-            await self.seal(name, "its process ended")
+        for name in sorted(self.workers.workers):
+            if first_incarnation(name) == incarnation:
+                await self.seal(name, "its process ended")
 
     async def seal(self, incarnation: str, why: str) -> None:
         """Declare a worker dead. It is removed when its reports are read to the seal, or at once."""

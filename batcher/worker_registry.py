@@ -220,10 +220,6 @@ class WorkerRegistry:
         declared = {name for name in self.pending_takeovers() if first_incarnation(name) in dead}
         return sorted(missing | declared | {*self.sealed})
 
-    def incarnations(self, first: str) -> set[str]:
-        """Return the first incarnation of a process, and the later ones that are known."""
-        return {first} | {name for name in self.workers if first_incarnation(name) == first}
-
     async def start_epoch(self) -> None:
         """Send the takeover to every worker of the pool."""
         for incarnation in await self.pool.workers():
@@ -294,8 +290,13 @@ class WorkerRegistry:
 
     async def check(self) -> list[str]:
         """Take over new workers. Return the workers that must be sealed: dead and lost ones, and unreadable
-        ones that may hold requests from before this epoch.
+        ones that may hold requests from before this epoch. Forget those that are removed and not listed.
         """
+        self.workers = {
+            name: worker
+            for name, worker in self.workers.items()
+            if worker.state is not WorkerState.REMOVED or name in self.listed
+        }
         known = {name for name, worker in self.workers.items() if worker.is_followed or worker.is_pending}
         fields = ["state", "adapters"]
         found, seen_ms, now_ms = await self.pool.look_at_workers({*self.listed, *known}, fields)

@@ -250,7 +250,9 @@ async def test_a_heartbeat_from_before_the_clock_went_back_is_none(
     assert await workers.check() == []
 
 
-async def test_a_removed_worker_is_not_taken_over_again(redis: Redis, workers: WorkerRegistry) -> None:
+async def test_a_removed_worker_is_not_taken_over_again_and_forgotten_once_it_is_not_listed(
+    redis: Redis, workers: WorkerRegistry
+) -> None:
     await start_worker(redis, "w1")
     await workers.check()
     await workers.seal("w1")
@@ -260,6 +262,10 @@ async def test_a_removed_worker_is_not_taken_over_again(redis: Redis, workers: W
     assert await workers.check() == []
     assert workers.state("w1") is WorkerState.REMOVED
     assert KEYS.reports("w1") not in workers.inbox.last_ids
+    await redis.zrem(KEYS.workers, "w1")
+    for _ in range(2):
+        assert await workers.check() == []
+    assert not workers.workers, "each turn of a model is an incarnation"
 
 
 async def test_a_worker_that_drains_at_its_takeover_is_given_no_rows_of_another(
