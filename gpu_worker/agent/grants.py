@@ -14,6 +14,7 @@ from common.messages.plan import NewRow, Plan
 from common.metrics import catalogue
 from common.process.startup import READY
 from gpu_worker.agent.engine_client import EngineClient
+from gpu_worker.agent.publish import Sealed
 from gpu_worker.agent.state import AgentState
 from gpu_worker.agent.steps import StepHandler
 
@@ -63,7 +64,9 @@ class PlanHandler:
     failures: FailureLog = field(default_factory=lambda: FailureLog(log, "reading pictures"))
 
     async def run(self) -> None:
-        """Apply plans as they come. A plan that cannot be read is counted and skipped."""
+        """Apply plans as they come. Raises Sealed after one that cannot be read: it may have started rows,
+        which go on elsewhere.
+        """
         while True:
             for entry_id, fields in await self.stream.next():
                 try:
@@ -71,7 +74,7 @@ class PlanHandler:
                     self.apply(await self.with_pictures(plan))
                 except (WireError, KeyError) as error:
                     catalogue.UNDECODABLE.add()
-                    log.error("plan %s cannot be read: %s", entry_id.decode(), error)
+                    raise Sealed(f"plan {entry_id.decode()} cannot be read: {error}") from error
 
     async def with_pictures(self, plan: Plan) -> Plan:
         """The plan with the bytes of the pictures that its rows must see; one that the broker has lost is
@@ -135,9 +138,7 @@ class PlanHandler:
         return start
 
     def return_unknown_rows(self, rows: Iterable[int]) -> None:
-        """Report rows that the worker does not hold as preempted, so that their requests go on elsewhere: the
-        plan that started them could not be read, or they were released long ago.
-        """
+        """Report rows that the worker does not hold as preempted: then their requests go on elsewhere."""
         report = self.state.outbox.report
         for row in rows:
             report.ended.append((row, "preempted", 0))

@@ -41,7 +41,7 @@ SPILLED, HOLE = 1, 0
 
 
 class Sealed(Exception):
-    """This incarnation has been declared dead: it may publish nothing more."""
+    """This incarnation is over: it has been declared dead, or has a plan that cannot be read."""
 
 
 class StreamsGone(Exception):

@@ -22,6 +22,7 @@ from common.metrics import catalogue
 from gpu_worker.agent import grants as grants_module
 from gpu_worker.agent.agent import Agent
 from gpu_worker.agent.grants import PlanStream
+from gpu_worker.agent.publish import Sealed
 from gpu_worker.agent.state import ReportClock
 from gpu_worker.agent.steps import EngineStuck, Watchdog
 from tests.support.agents import grants, plan, reports, start, step
@@ -36,14 +37,17 @@ async def test_unknown_rows_are_reported_preempted(agent: Agent, redis: Redis) -
     assert (report.ended, report.released) == ([(9, "preempted", 0)], [(9, 0)])
 
 
-async def test_an_unreadable_plan_is_counted_and_the_next_one_applied(agent: Agent, redis: Redis) -> None:
+async def test_an_unreadable_plan_is_counted_and_ends_the_incarnation(agent: Agent, redis: Redis) -> None:
+    """It may have started rows, which would wait for their deadlines; its death counts against them."""
     before = catalogue.UNDECODABLE.values[()]
     await redis.xadd(KEYS.plans("w0-1"), {"plan": b"garbage"}, id="7-1")
     await redis.xadd(KEYS.plans("w0-1"), {"plan": encode(Plan(7, 2, 32, 64))}, id="7-2")
-    following = asyncio.create_task(agent.plans.run())
-    await wait_until(lambda: agent.state.plan.number == 2)
-    following.cancel()
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(Sealed, match="plan 7-1 cannot be read"):
+            await agent.serve()
     assert catalogue.UNDECODABLE.values[()] == before + 1
+    _, sealed = (await redis.xrange(KEYS.log("w0-1")))[-1]
+    assert sealed == {b"sealed": b"w0-1", b"why": b"died"}
 
 
 async def test_a_worker_is_ready_once_a_batcher_has_taken_it_up(
