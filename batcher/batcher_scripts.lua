@@ -15,6 +15,8 @@ local own_epoch, number = parse(plan_id)
 if fenced(epoch, own_epoch) then return {'FENCED', 'a newer epoch has begun'} end
 local refusal = sealed_or_missing(log)
 if refusal then return {refusal} end
+local kind = redis.call('TYPE', plans).ok
+if kind ~= 'stream' and kind ~= 'none' then return {'MISSING'} end -- the key is somebody else's
 local found = redis.call('XRANGE', plans, plan_id, plan_id)[1]
 -- this plan, written before; or an entry of somebody else, which only a later epoch gets past
 if found then return {found[2][2] == payload and 'OK' or 'FENCED'} end

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
+from redis.exceptions import ResponseError
+
 from batcher import batcher_scripts, inbox
 from batcher.actions import Action, ActionQueue, ScriptAction
 from batcher.inbox import StreamEntry
@@ -275,7 +277,9 @@ class Recovery:
     async def finish_undecodable(self, entry: StreamEntry) -> None:
         """Remove an entry that is no valid request; publish a terminal if its request id can be read."""
         if (request_id := inbox.parse_request_id(entry.data)) is not None:
-            channel: bytes | None = await self.pool.redis.hget(self.pool.keys.request(request_id), "channel")  # type: ignore[misc]
+            channel: bytes | None = None
+            with contextlib.suppress(ResponseError):  # the key is somebody else's, of another type
+                channel = await self.pool.redis.hget(self.pool.keys.request(request_id), "channel")  # type: ignore[misc]
             await self.publish(
                 request_id, (channel or b"").decode(), UNDECODABLE_RESULT_TTL_MS, "malformed", 0
             )

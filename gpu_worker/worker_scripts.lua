@@ -152,7 +152,7 @@ return 1
 -- ARGV incarnation, ttl_ms, streams_ttl_ms, state, step, capacity, ...
 -- More arguments: field, value of the hash.
 -- Returns 'OK', or 'DRAIN' once it was asked to leave, or 'SEALED' or 'MISSING': then it is a worker no more.
-local refusal = sealed_or_missing(log)
+local refusal = sealed_or_missing(log) or (sealed_or_missing(reports) and 'SEALED')
 if refusal then return refusal end
 local is_draining = state == 'draining' and redis.call('HGET', worker, 'state') ~= 'draining'
 redis.call('HSET', worker, 'state', state, 'step', step, 'capacity', capacity, unpack(ARGV, first_arg))

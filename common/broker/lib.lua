@@ -13,10 +13,10 @@ local function fenced(key, epoch)
 end
 
 --- lib/sealed
--- 'MISSING' or 'SEALED' when nothing can be appended to a log, else false.
+-- 'MISSING' or 'SEALED' when nothing can be appended to a log, else false. A key of another type is no log.
 local SEAL = '18446744073709551615-18446744073709551615' -- the highest id: every later XADD is refused
 local function sealed_or_missing(log)
-  if redis.call('EXISTS', log) == 0 then return 'MISSING' end
+  if redis.call('TYPE', log).ok ~= 'stream' then return 'MISSING' end
   if #redis.call('XRANGE', log, SEAL, SEAL) == 1 then return 'SEALED' end
   return false
 end

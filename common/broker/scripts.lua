@@ -81,6 +81,9 @@ return redis.call('HMGET', worker, 'state', 'rows')
 -- Returns 1, or 0 when its log does not exist.
 redis.call('DEL', worker)
 redis.call('ZREM', workers, incarnation)
+for _, stream in ipairs({log, reports}) do
+  if sealed_or_missing(stream) == 'MISSING' then redis.call('DEL', stream) end -- somebody else's, if any
+end
 if sealed_or_missing(log) == 'MISSING' then return 0 end
 for _, stream in ipairs({log, reports}) do
   if sealed_or_missing(stream) ~= 'SEALED' then

@@ -112,6 +112,26 @@ async def test_rows_of_a_worker_whose_agent_hangs_go_on_elsewhere(
         assert not w1.serving.done()
 
 
+@pytest.mark.parametrize("kind", ["log", "reports", "plans"])
+async def test_a_worker_whose_stream_another_key_has_replaced_harms_no_other(
+    broker: Broker, redis: Redis, kind: str
+) -> None:
+    """It is sealed, or goes on as its next incarnation."""
+    async with modeless_worker(broker.url, "w1"), batching(redis) as batcher:
+        with contextlib.suppress(Sealed):
+            async with modeless_worker(broker.url, "w0") as w0:
+                await wait_until(lambda: len(batcher.scheduler.replicas) == 2)
+                await redis.set(getattr(KEYS, kind)("w0-1"), "another's")
+                for number in range(8):
+                    await queue(redis, f"r{number}", prompt(number), NUM_TOKENS)
+                if kind == "reports":
+                    await wait_until(w0.serving.done)
+                    await seal(redis, "w0-1")  # as its process does
+                for number in range(8):
+                    assert await result_ids(redis, f"r{number}") == generate(prompt(number), NUM_TOKENS)
+                await wait_until(lambda: is_removed(redis, "w0-1"))
+
+
 async def test_a_worker_whose_step_takes_long_is_not_silent(
     broker: Broker, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,7 +170,6 @@ async def test_rows_are_released_before_the_next_incarnation_serves(broker: Brok
     """Row numbers and steps go on: the engine knows nothing of incarnations. The death of the process is the
     end of the last one, which finds its log sealed or gone.
     """
-    ended = False
     with contextlib.suppress(Sealed):
         async with modeless_worker(broker.url, "w0") as engine:
             with batcher(broker.url, "b0"):
@@ -164,8 +183,6 @@ async def test_rows_are_released_before_the_next_incarnation_serves(broker: Brok
                 assert engine.last_row == engine.num_starts == 2
                 await redis.xadd(KEYS.control, {"died": encode(WorkerDied("w0-1"))})
                 await wait_until(lambda: is_removed(redis, "w0-1.2"))
-                ended = True
-    assert ended
 
 
 async def has_ended(redis: Redis) -> bool:

@@ -77,8 +77,8 @@ async def modeless_worker(
         engine.serving.cancel()
         await asyncio.wait([engine.serving])
         await agent.pool.redis.aclose()
-        if failed:
-            engine.serving.result()
+    if failed:  # not in place of what the caller has raised
+        engine.serving.result()
 
 
 async def serve(agent: Agent) -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
+import msgpack
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError, ResponseError
@@ -372,6 +373,16 @@ async def test_a_batcher_of_an_earlier_epoch_ends_no_request(redis: Redis, batch
     with pytest.raises(LeaseLost):
         await batcher.recovery.finish(sequence, "no_worker")
     assert not await error_of(redis, "r1")
+
+
+async def test_an_entry_that_is_no_request_is_removed_whatever_its_key_is(
+    redis: Redis, batcher: Batcher
+) -> None:
+    await redis.set(KEYS.request("r1"), "another's")
+    await redis.xadd(KEYS.requests, {"generate": msgpack.packb({"id": "r1"})})
+    await batcher.start_epoch()
+    await batcher.run_pending()
+    assert not await redis.xlen(KEYS.requests)
 
 
 async def test_sequences_change_only_after_everything_was_saved(redis: Redis, batcher: Batcher) -> None:
