@@ -26,6 +26,7 @@ from redis.exceptions import ResponseError
 from api.errors import invalid, tgi
 from api.event_loop import attempt, repeat_forever, retry_forever
 from api.json import to_json
+from api.requests.service_terms import MAX_DEADLINE_MS
 from common.broker.client import ERRORS, SerialClient, describe_error
 from common.broker.keys import RESULT_TTL_MS
 from common.broker.pool_client import PoolClient
@@ -41,8 +42,6 @@ POLL_S = 0.25
 CLOSE_TIMEOUT_S = 2.0
 """How long jobs may take to be left to another gateway."""
 HEALTH_S = 10
-MARGIN_S = 10.0
-"""arq ends a job this much later than the fleet ends its request."""
 MAX_TRIES = 1000
 """A retry costs nothing, because the fleet keeps the job. Only a job that kills its gateway again and again
 is given up.
@@ -80,7 +79,7 @@ class ArqWorker(Worker):
             queue_name=client.keys.arq_queue,
             redis_pool=ArqRedis(client.redis.connection_pool, pack, unpack, client.keys.arq_queue),
             max_jobs=MAX_JOBS,
-            job_timeout=settings.request_timeout_s + MARGIN_S,
+            job_timeout=MAX_DEADLINE_MS / 1000,
             max_tries=MAX_TRIES,
             keep_result=RESULT_TTL_MS / 1000,
             handle_signals=False,

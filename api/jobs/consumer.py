@@ -201,7 +201,7 @@ class JobRun:
             own = replace(
                 choice,
                 request_id=f"{self.job.id}#{i}",
-                ttl_ms=min(choice.ttl_ms, left_ms(self.pool, self.job)),
+                ttl_ms=left_ms(self.pool, self.job),
             )
             addressed = address(self.pool.settings, self.pool.gateway, own, answer)
             stream = new_stream(replace(addressed, digest=self.job.digest), self.pool.tokenizer)

@@ -79,7 +79,8 @@ class ServiceTerms:
     Attributes:
         service_class: one of SERVICE_CLASSES.
         tenant: who shares the fleet with others; empty for all who do not say.
-        deadline_ms: time to live from the admission; None for REQUEST_TIMEOUT_S, the longest.
+        deadline_ms: time to live from the admission; None for REQUEST_TIMEOUT_S, the longest, or of a job for
+            MAX_DEADLINE_MS.
         key: of the client; None where there are no keys.
     """
 

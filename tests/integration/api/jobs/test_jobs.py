@@ -20,6 +20,7 @@ from api.jobs.consumer import submit_lost
 from api.jobs.job import read_job
 from api.jobs.records import LIVE, SCHEDULED
 from api.protocols.protocol import Context
+from api.requests.service_terms import MAX_DEADLINE_MS
 from common import api_keys
 from common.api_keys import KeyFields
 from common.broker.client import connect
@@ -139,6 +140,7 @@ async def test_a_job_is_of_the_class_batch_unless_it_says_otherwise(
         ("standard", ""),
     ]
     assert 50_000 < worker.seen[1].ttl_ms <= 60_000
+    assert worker.seen[0].ttl_ms == MAX_DEADLINE_MS, "a job waits in the queue, too, until its own deadline"
 
 
 async def test_a_job_that_waits_beyond_its_deadline_never_starts(
