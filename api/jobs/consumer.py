@@ -10,17 +10,17 @@ gateways serve the job.
 import asyncio
 import contextlib
 import logging
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 from redis.exceptions import ResponseError
 
 from api.answers.answer import HttpAnswer
 from api.errors import ApiError, conflict, failed, internal_error, overloaded
-from api.event_loop import RETRY_PAUSE_S, attempt, offload, repeat_forever
+from api.event_loop import RETRY_PAUSE_S, attempt, offload, repeat_forever, retry_forever
 from api.http.auth import POLL_S, unauthorized
 from api.http.middleware import (
     AccessLog,
@@ -79,7 +79,7 @@ class JobRun:
     """One job while this gateway serves it.
 
     Attributes:
-        admission_lock: shared by all runs of a class, which are admitted one after the other.
+        admission_lock: shared by the runs that are admitted one after the other.
         listeners: one for each entry with this job.
         has_listener: set when one of the entries names a channel or a stream.
         ended: set when the job is answered, or this gateway gives it up.
@@ -324,8 +324,8 @@ class JobConsumer:
         waiting: held entries whose jobs have not started.
         runs: their runs, by the job's id; entries of one job share a run.
         permits: limit the jobs that run or wait for room at once.
-        admission_locks: one for each class and API key: its jobs are admitted one after the other, in order,
-            and a key at its limit holds up no other's.
+        admission_locks: one for each class, API key and tenant with a run: its jobs are admitted one after
+            the other, in order, and one at its limit holds up no other's.
         joined: set when the group exists and this gateway's pending entries are held.
     """
 
@@ -341,7 +341,7 @@ class JobConsumer:
         self.waiting: asyncio.Queue[str] = asyncio.Queue()
         self.runs: dict[str, JobRun] = {}
         self.permits = asyncio.Semaphore(self.settings.max_concurrent_requests + NUM_WAITING)
-        self.admission_locks: defaultdict[tuple[str, str], asyncio.Lock] = defaultdict(asyncio.Lock)
+        self.admission_locks: WeakValueDictionary[tuple[str, ...], asyncio.Lock] = WeakValueDictionary()
         self.joined = asyncio.Event()
 
     async def run(self) -> None:
@@ -403,13 +403,12 @@ class JobConsumer:
         await asyncio.sleep(until_beat(self.settings.heartbeat_s))
 
     async def on_entry(self, entry_id: str, fields: Fields) -> None:
-        if is_cancel(fields):  # cancels do not wait for a permit
-            await self.cancel(fields)
-            await self.delete_entry(entry_id)
+        if is_cancel(fields):  # it does not wait for a permit, and nothing waits for it
+            self.tasks.create_task(self.handle_entry(entry_id))
             return
-        if self.permits.locked():  # it waits for others to end, and is seen; its API key is asked again then
+        if self.permits.locked() and self.pool.keys.was_read.is_set():  # it waits for others, and is seen
             job = await self.parse(entry_id, fields)
-            with contextlib.suppress(ApiError):
+            with contextlib.suppress(ApiError):  # its API key is asked again when it starts
                 if await self.register(job.of_key(self.find_key(job.api_key))) == "ended":
                     await self.delete_entry(entry_id)
                     return
@@ -439,7 +438,7 @@ class JobConsumer:
             log.warning("a cancel of job %s is ignored: %s", job_id, error)
             return
         tenant = key.tenant if key and not key.admin else ""
-        await cancel_job(self.pool, job_id, tenant)
+        await attempt(partial(cancel_job, self.pool, job_id, tenant), retry_forever)
 
     # --- running jobs ---------------------------------------------------------------------------------------
 
@@ -447,7 +446,8 @@ class JobConsumer:
         """Start waiting jobs, one for each permit."""
         while True:
             await self.permits.acquire()
-            self.tasks.create_task(self.handle_entry(await self.waiting.get()))
+            task = self.tasks.create_task(self.handle_entry(await self.waiting.get()))
+            task.add_done_callback(lambda _: self.permits.release())
 
     async def handle_entry(self, entry_id: str) -> None:
         """Answer the job of an entry, and delete the entry."""
@@ -465,7 +465,6 @@ class JobConsumer:
             log.exception("entry %s stays in the stream of jobs", entry_id)
         finally:
             self.held.pop(entry_id, None)
-            self.permits.release()
 
     async def parse(self, entry_id: str, fields: Fields) -> Job:
         """The job of an entry; one that cannot be read, whatever it is, has a fault."""
@@ -488,6 +487,18 @@ class JobConsumer:
                 raise
             await asyncio.sleep(2 * POLL_S)
             return self.find_key(sent)
+
+    async def key_of_job(self, job: Job) -> ApiKey | None:
+        """The record of a job's API key: of one that was accepted also if its key has another text by now.
+        Raises ApiError (401).
+        """
+        try:
+            return await self.key_of(job.api_key)
+        except ApiError:
+            find = partial(self.redis.hget, self.keys.job_record(job.id), "key_id")
+            if not await self.has_noted(job) or not (key_id := await self.pool.retry_forever(find)):
+                raise
+            return self.pool.keys.named(key_id.decode())
 
     def find_key(self, sent: bytes) -> ApiKey | None:
         """Raises ApiError (401)."""
@@ -514,7 +525,7 @@ class JobConsumer:
         job that is known.
         """
         try:
-            allowed = job.of_key(await self.key_of(job.api_key))
+            allowed = job.of_key(await self.key_of_job(job))
         except ApiError as error:
             metrics.count_arrival()
             if await self.has_noted(job):  # its key counted then
@@ -604,7 +615,8 @@ class JobConsumer:
             await run.ended.wait()
             return
         key_id = job.terms.key.key_id if job.terms.key else ""
-        admission_lock = self.admission_locks[job.terms.service_class, key_id]
+        place = job.terms.service_class, key_id, job.terms.tenant
+        admission_lock = self.admission_locks.setdefault(place, asyncio.Lock())
         run = self.runs[job.id] = JobRun(self.pools, job, admission_lock, self.access)
         run.join(job)
         try:

@@ -18,7 +18,7 @@ from api.app import Gateway
 from api.jobs.arq_worker import ArqWorker
 from api.jobs.consumer import submit_lost
 from api.jobs.job import read_job
-from api.jobs.records import LIVE, SCHEDULED
+from api.jobs.records import LIVE, SCHEDULED, retry_dead
 from api.protocols.protocol import Context
 from api.requests.service_terms import MAX_DEADLINE_MS
 from common import api_keys
@@ -564,6 +564,73 @@ async def test_a_job_whose_key_has_ended_meanwhile_ends_with_that_error(
             await service.settled()
     record = await service.redis.hgetall(KEYS.job_record("a"))  # type: ignore[misc]
     assert (record[b"tenant"], record[b"state"]) == (b"acme", b"failed")
+
+
+async def test_a_job_that_was_accepted_is_tried_again_after_its_key_was_rotated(
+    service: Service, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new one with the old text of the key is refused."""
+    monkeypatch.setattr("api.jobs.consumer.POLL_S", 0.0)
+    async with PoolClient.connect(Settings(redis_url=worker.url, **SETTINGS)) as client:
+        key = await api_keys.add_key(client, KeyFields(tenant="acme"))
+        async with running_gateway(worker.url, heartbeat_s=HEARTBEAT_S) as gateway:
+            worker.answer = BrokenEngine()
+            await service.submit(key.text, id="a", inputs="Count.")
+            assert (await service.result("a"))["error_type"] == "generation"
+            await service.settled()
+            rotated = await api_keys.rotate_key(client, key.record.key_id)
+            await wait_until(lambda: gateway.keys.by_id[key.record.key_id] == rotated.record)
+            worker.answer = answer
+            assert await retry_dead(gateway.pool, "a")
+            assert await service.result("a") == {"generated_text": TEXT}
+            await service.submit(key.text, id="b", inputs="Count.")
+            assert (await service.result("b"))["error_type"] == "unauthorized"
+    assert [one.tenant for one in worker.seen] == ["acme", "acme"]
+
+
+async def test_a_cancel_with_a_wrong_key_holds_up_no_job(
+    service: Service, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api.jobs.consumer.POLL_S", 2 * PATIENCE_S)
+    key = await add_key(service.redis)
+    async with running_gateway(worker.url):
+        await service.redis.xadd(KEYS.submit, {"cancel": "a", "api_key": "wrong"})
+        await service.submit(key.text, id="a", inputs="Count.")
+        assert await service.result("a") == {"generated_text": TEXT}
+
+
+async def test_a_tenant_at_its_share_holds_up_no_other(service: Service, worker: FakeWorker) -> None:
+    async with running_gateway(worker.url, max_concurrent_requests=2) as gateway:
+        await service.answer(inputs="Count.", tenant="b")
+        await worker.pause()
+        for name in ("a0", "a1"):
+            await service.submit(id=name, inputs="Count.", tenant="a")
+            await wait_until(lambda name=name: name in gateway.job_consumer.runs)  # type: ignore[misc]
+        await service.submit(id="b0", inputs="Count.", tenant="b")
+        await wait_for(lambda: worker.redis.xlen(worker.keys.requests), 2)
+        worker.going.set()
+        for name in ("a0", "a1", "b0"):
+            assert await service.result(name) == {"generated_text": TEXT}
+    assert [one.tenant for one in worker.seen] == ["b", "a", "b", "a"]
+
+
+async def test_jobs_that_come_before_the_keys_are_known_are_served(
+    service: Service, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait for others, too."""
+    monkeypatch.setattr("api.jobs.consumer.NUM_WAITING", 0)
+    key = await add_key(service.redis, tenant="acme")
+    settings = Settings(redis_url=worker.url, **SETTINGS | {"max_concurrent_requests": 1})
+    gateway = Gateway(settings, "g0", model_tokenizer())
+    for name in ("a", "b"):
+        await service.submit(key.text, id=name, inputs="Count.")
+    async with in_background(gateway.pool.relay.run(), gateway.job_consumer.run()):
+        await gateway.pool.workers.refresh()
+        await wait_until(lambda: len(gateway.job_consumer.held) == 2)
+        await gateway.keys.refresh()
+        for name in ("a", "b"):
+            assert await service.result(name) == {"generated_text": TEXT}
+    await gateway.pool.client.redis.aclose()
 
 
 async def test_a_job_with_room_for_one_choice_alone_leaves_none_running(
