@@ -205,7 +205,8 @@ class ArqWorker(Worker):
     async def start_jobs(self, job_ids: list[bytes]) -> None:
         """Start the jobs that nobody runs, one by one, because arq does not release the slot of a job whose
         start fails. A job that runs here is not started again if its claim has expired while this process
-        was stopped. arq would ask for the claim of each job of other gateways by itself. Names that are not
+        was stopped. arq would ask for the claim of each job of other gateways by itself, and reads the first
+        jobs alone: where others run all of these, the next poll reads those after them. Names that are not
         UTF-8 are dropped: arq did not queue them.
         """
         names = [name.decode(errors="replace") for name in job_ids]
@@ -214,7 +215,10 @@ class ArqWorker(Worker):
             await self.pool.zrem(self.queue_name, *malformed)
         names = [name for name in names if name not in self.tasks]
         claims = await self.pool.mget([in_progress_key_prefix + name for name in names]) if names else []
-        for name in (name for name, claim in zip(names, claims, strict=True) if not claim):
+        free = [name for name, claim in zip(names, claims, strict=True) if not claim]
+        goes_on = not free and len(job_ids) == self.queue_read_limit
+        self._queue_read_offset = self._queue_read_offset + len(job_ids) if goes_on else 0
+        for name in free:
             try:
                 await super().start_jobs([name.encode()])
             except Exception:

@@ -79,7 +79,7 @@ RIGHTS = {
     ),
     "arq": Rights(
         "services that enqueue arq jobs",
-        commands=f"{CLIENT} exists get psetex zadd zscore dbsize",
+        commands=f"{CLIENT} exists get psetex zadd zrem zscore dbsize",
         others=ARQ,
     ),
     "dashboard": Rights(

@@ -41,6 +41,7 @@ from deploy.launcher.prepare import ask_broker
 from tests.support import brokers
 from tests.support.broker.sentinels import make_certificate, tls_door
 from tests.support.broker_state import KEYS
+from tests.support.jobs import QUEUE, arq_client, enqueue
 from tests.support.machine.clock import Clock
 from tests.support.machine.ports import free_port
 from tests.support.source_tree import FILES
@@ -727,6 +728,14 @@ def test_a_service_submits_and_reads_answers_and_sees_no_other_job(users: Broker
     assert not may(users, "service", "XREAD", "STREAMS", key("submit"), "0")
     assert not may(users, "service", "XADD", key("reply:a"), "*", "frame", "x")
     assert not may(users, "service", "SUBSCRIBE", key("events:g"))
+
+
+async def test_a_service_enqueues_and_aborts_jobs_of_arq(users: Broker) -> None:
+    async with arq_client(users.url_of("arq")) as client:
+        job = await enqueue(client, "generate", "a", _defer_by=3600)
+        with pytest.raises(TimeoutError):
+            await job.abort(timeout=0.01, poll_delay=0.01)
+        assert await client.zscore(QUEUE, job.job_id) == 1, "it is due at once"
 
 
 def test_a_dashboard_sees_counts_and_no_text(users: Broker) -> None:

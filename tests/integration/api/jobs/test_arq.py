@@ -196,6 +196,13 @@ async def test_many_jobs_wait_concurrently(client: ArqRedis, worker: FakeWorker)
     assert {(await result(job))["generated_text"] for job in jobs} == {TEXT}
 
 
+async def test_a_job_is_found_behind_all_that_others_run(client: ArqRedis, worker: FakeWorker) -> None:
+    others = [f"other-{i}" for i in range(5 * arq_worker.MAX_JOBS)]
+    await client.mset({f"arq:in-progress:{name}": 1 for name in others})
+    await client.zadd(QUEUE, dict.fromkeys(others, 1))
+    assert (await result(await enqueue(client, "generate", "Count.")))["generated_text"] == TEXT
+
+
 WAIT_S = 0.3
 
 
