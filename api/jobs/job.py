@@ -262,7 +262,7 @@ def find_protocol(parsed: Mapping[str, Any]) -> Protocol | None:
     url = parsed.get("url")
     if url is not None:
         return protocol_at(url) if isinstance(url, str) else None
-    return next((row for prompt, row in reversed(JOBS.items()) if prompt in parsed), None)
+    return next((row for prompt, row in reversed(JOBS.items()) if parsed.get(prompt) is not None), None)
 
 
 def check_prompt(body: JobBody, protocol: Protocol | None) -> None:

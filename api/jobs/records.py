@@ -328,10 +328,13 @@ def no_job(job_id: str) -> ApiError:
 
 
 async def read_content(client: PoolClient, record: JobRecord) -> Any:
-    """What a job that is not done asks for, as it was submitted; None where that is not kept."""
+    """What a job that is not done asks for, without its webhook's secret; None where that is not kept."""
     for entry in (await client.redis.hgetall(client.keys.job_entries(record.id))).values():  # type: ignore[misc]
         if (fields := await read_entry(client, record, entry)).get(b"job"):
-            return orjson.loads(fields[b"job"])
+            content = orjson.loads(fields[b"job"])
+            if isinstance(content, dict) and isinstance(webhook := content.get("webhook"), dict):
+                webhook.pop("secret", None)
+            return content
     return None
 
 

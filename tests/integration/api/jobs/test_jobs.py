@@ -244,7 +244,7 @@ async def test_malformed_entries_are_answered_with_errors(service: Service, work
         for name, entry_id, words in entries:
             error = (await service.result(entry_id))["error"]
             assert words in (error if isinstance(error, str) else error["message"]), name
-        await service.submit(id="good", inputs="Count.")
+        await service.submit(id="good", inputs="Count.", messages=None, text_1=None)
         assert await service.result("good") == await service.result("taken") == {"generated_text": TEXT}
         await service.settled()
 
@@ -731,8 +731,10 @@ async def test_jobs_are_listed_by_state_tenant_and_a_part_of_their_ids(
     await service.submit(id="done-1", inputs="Count.", tenant="acme")
     await service.submit(id="done-2", inputs="Count.")
     await service.submit(id="faulty", inputs="a", parameters={"top_p": 7})
-    for i in range(3):
-        await service.submit(id=f"later-{i}", inputs="Count.", not_before=time.time() + 3600 - i)
+    hook = {"url": "https://hooks.example/jobs"}
+    last = {"webhook": hook | {"secret": "whsec_" + 32 * "A"}}
+    for i, more in enumerate(({}, {}, last)):
+        await service.submit(id=f"later-{i}", inputs="Count.", not_before=time.time() + 3600 - i, **more)
     await wait_until(lambda: service.redis.zscore(KEYS.job_set("scheduled"), "later-2"))
     await service.settled()
 
@@ -748,6 +750,7 @@ async def test_jobs_are_listed_by_state_tenant_and_a_part_of_their_ids(
     assert [line.split()[0] for line in first[1:]] == ["later-2", "later-1", "more"]
     cursor = first[-1].split("'")[1]
     assert (await listed("--cursor", cursor))[0] == "later-0"
+    assert json.loads(await run("show", "later-2"))["job"]["webhook"] == hook, "and shows no secret"
     assert await run("cancel", "later-0") == "later-0 is cancelled\n"
     assert (await service.result("later-0"))["error_type"] == "cancelled"
     await service.settled()
