@@ -53,7 +53,8 @@ WINDOW = 256
 LEASE_MS = 5_000
 RENEW_S = 1.0
 COMMIT_BYTES = 2**20
-COMMIT_S = 2.0
+COMMIT_S, PARTS_A_SECOND = 2.0, 50
+"""Least time between parts, and how many of them make it longer by a second."""
 MAX_ERRORS = 100
 """Faults of the input that a failed batch lists."""
 MAX_WINDOW_BYTES = 64 * 2**20
@@ -119,7 +120,7 @@ class BatchRun:
         self.written = {name: value for name, value in batch.fields.items() if name not in OF_THE_WRITER}
         self.last_part = ""
         self.pending: deque[PendingLine] = deque()
-        self.committed_s = time.monotonic()
+        self.commit_due_s = time.monotonic() + COMMIT_S
 
     @property
     def so_far(self) -> Batch:
@@ -329,7 +330,7 @@ class BatchRun:
 
     async def commit_if_due(self) -> None:
         num_bytes = sum(map(len, self.buffers.values()))
-        if num_bytes > COMMIT_BYTES or (num_bytes and time.monotonic() - self.committed_s > COMMIT_S):
+        if num_bytes > COMMIT_BYTES or (num_bytes and time.monotonic() > self.commit_due_s):
             await self.commit()
 
     async def commit(self) -> None:
@@ -349,7 +350,7 @@ class BatchRun:
             buffer.clear()
         answered, self.answered = self.answered, []
         await self.forget(answered)
-        self.committed_s = time.monotonic()
+        self.commit_due_s = time.monotonic() + max(COMMIT_S, len(self.written) / PARTS_A_SECOND)
 
     async def forget(self, job_ids: list[str]) -> None:
         """Delete what Redis has of jobs whose answers are committed."""

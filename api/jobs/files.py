@@ -275,6 +275,7 @@ BATCH_TTL_S = 30 * 86_400
 """Of a file for a batch whose client names no time, as at OpenAI."""
 MIN_TTL_S, MAX_TTL_S = 3600, 2_592_000
 MAX_FIELDS, MAX_FIELD_BYTES = 16, 1000
+FIELD_TOO_LONG = f"`file` must have a file name, and other fields at most {MAX_FIELD_BYTES} bytes"
 MAX_FORM_BYTES = 2**20
 """Of a form besides its file."""
 MAX_UPLOADS = 4
@@ -346,7 +347,8 @@ async def reading_form(request: Request) -> AsyncIterator[FormData]:
     try:
         form = await MultiPartParser(request.headers, chunks, **limits).parse()
     except MultiPartException as error:
-        raise ApiError(400, "invalid_form", f"The form cannot be read: {error.message}") from error
+        why = FIELD_TOO_LONG if error.message.startswith("Part exceeded") else error.message
+        raise ApiError(400, "invalid_form", f"The form cannot be read: {why}") from error
     try:
         yield form
     finally:

@@ -114,6 +114,8 @@ async def test_a_batch_of_chats_is_answered_in_the_order_of_its_input(
         return read_line(text, *limits)
 
     monkeypatch.setattr(batch_run, "read_line", read)
+    monkeypatch.setattr(batch_run, "COMMIT_S", 0.0)
+    monkeypatch.setattr(batch_run, "PARTS_A_SECOND", 0.001)
     files_dir = str(request.getfixturevalue(place))
     async with answering(broker.url, answer, files_dir=files_dir) as (worker, _, http):
         client = openai_client(http)
@@ -122,6 +124,8 @@ async def test_a_batch_of_chats_is_answered_in_the_order_of_its_input(
         batch = await run_batch(client, content, metadata={"a": "b"})
         output, errors = await lines(client, batch.output_file_id), await lines(client, batch.error_file_id)
         single = await post(http, CHAT, chat_line(3)["body"])
+        stored = await worker.redis.hkeys(worker.keys.batch(batch.id))  # type: ignore[misc]
+        assert len([name for name in stored if name.startswith(b"output:")]) == 2, "each part delays the next"
         assert {one.class_name for one in worker.seen[:40]} == {"batch"}
         assert {one.tenant for one in worker.seen[:40]} == {"acme"}
         left = [key.decode() for key in await worker.redis.keys("*job:*")]
@@ -496,6 +500,8 @@ async def test_files_have_limits(broker: Broker, tmp_path: Path, monkeypatch: py
         with pytest.raises(openai.APIStatusError) as refused:
             await client.files.create(file=("a.jsonl", large + b"x"), purpose="batch")
         assert refused.value.status_code == 413
+        with pytest.raises(openai.BadRequestError, match="`file` must have a file name, and other fields"):
+            await client.files.create(file=("", b"x" * 1001), purpose="batch")
         with pytest.raises(openai.BadRequestError, match="purpose"):
             await client.files.create(file=("a.jsonl", b"x"), purpose="no")  # type: ignore[arg-type]
         kept = await client.files.create(
