@@ -354,16 +354,16 @@ class Engine:
         self.costs.set(*communicator.exchange([*step_ms, *draft_ms])[0])
 
     def compile_and_capture(self, progress: Progress) -> None:
-        """Compile layers whose attention compilers can look into, and capture steps; do nothing with
-        ENFORCE_EAGER.
+        """Compile layers whose attention compilers can look into, and capture steps. With ENFORCE_EAGER only
+        run all shapes, so that kernels which attention compiles at their first use do not keep rows waiting.
         """
-        loaded = self.loaded
-        if self.settings.enforce_eager:
-            return
+        loaded, is_eager = self.loaded, self.settings.enforce_eager
         if loaded.backend.compilable:
-            progress("compiling layers (longer the first time)")
+            progress("compiling kernels and layers (longer the first time)")
             run_all_shapes = partial(warmup.run_all_shapes, loaded, self.forward)
-            compile_layers(loaded.model, loaded.layers, run_all_shapes)
+            run_all_shapes() if is_eager else compile_layers(loaded.model, loaded.layers, run_all_shapes)
+        if is_eager:
+            return
         self.try_to_capture(progress)
         stop_compiling()
 

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.messages.request import LogitsParams, SamplingParams
 from gpu_worker.engine.engine import Engine, InFlightStep
+from gpu_worker.engine.sampling import sampler
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import Player
 from tests.support.engine.on_cuda import ANYWHERE, FLASH_FAMILIES, ON_GPUS, engine_on, needs_flash
@@ -140,3 +142,34 @@ def test_no_launch_waits_for_the_device(
     assert [len(ids) for ids in played.ids.values()] == [NEW_TOKENS] * 3 and waited == []
     played = play(engine, 7, rows)  # rows that decode beside chunks of prompts
     assert [len(ids) for ids in played.ids.values()] == [NEW_TOKENS] * 3 and waited == []
+
+
+READS = tuple(
+    f"aten::{name}" for name in ("item", "_local_scalar_dense", "nonzero", "masked_select", "equal")
+)
+"""Operations that give the host a value, or a shape that depends on values."""
+
+
+class ReadsForbidden(TorchDispatchMode):
+    """Within it no tensor may be read: on CUDA the host would wait for the device."""
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert operation._schema.name not in READS, f"{operation} waits for the device"
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_no_launch_reads_a_tensor(device: str, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def watched(does: Callable[..., Any]) -> Callable[..., Any]:
+        def do(*arguments: Any) -> Any:
+            with ReadsForbidden():
+                return does(*arguments)
+
+        return do
+
+    monkeypatch.setattr(sampler, "kernels", lambda logits: None)
+    monkeypatch.setattr(engine, "launch", watched(engine.launch))
+    monkeypatch.setattr(engine, "sample", watched(engine.sample))
+    for options in OPTIONS.values():
+        played = play(engine, 7, [options, {}, options])  # rows that decode beside chunks of prompts
+        assert [len(ids) for ids in played.ids.values()] == [NEW_TOKENS] * 3

@@ -15,10 +15,10 @@ from tests.support.source_tree import ROOT, parse
 MOST = {  # statements, lines
     "api": (12_572, 24_317),
     "batcher": (2_812, 4_847),
-    "gpu_worker": (10_814, 20_531),
+    "gpu_worker": (10_817, 20_535),
     "common": (3_741, 7_467),
     "deploy": (2_502, 4_339),
-    "tests": (29_771, 51_832),
+    "tests": (29_799, 51_878),
     "benchmarks": (2_561, 4_302),
 }
 MOST_WORDS_OF_DOCS = 21_982

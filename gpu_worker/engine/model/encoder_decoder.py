@@ -145,8 +145,8 @@ class EncoderDecoderModel(LoadedModel):
         for ids, slots in encoded_prompts(inputs.slices, self.num_starting, block_size):
             self.encode(ids, slots)
         places, decoded = decoder_inputs(inputs, self.num_starting, block_size)
-        hidden = torch.zeros(inputs.ids.shape[1], self.model.config.d_model, dtype=self.geometry.dtype)
-        hidden = hidden.to(self.device)
+        shape = inputs.ids.shape[1], self.model.config.d_model
+        hidden = torch.zeros(shape, dtype=self.geometry.dtype, device=self.device)
         if len(places):
             self.backend.prepare_forward(decoded)
             self.places = decoded.positions[0]

@@ -295,6 +295,10 @@ class PictureEncoder(StepPart):
         is_partial = has_axes and known != np.count_nonzero(prompt == placeholder_id)
         return RowPictures(placed, has_axes, is_partial, self.tower.family.block_tokens > 0)
 
+    def sleep(self) -> None:
+        self.held.clear()
+        self.waiting.clear()
+
     def state_of(self, key: Key, data: bytes) -> PictureState:
         state = self.held.get(key)
         if state is None or (state.shape.done() and state.failure):

@@ -526,14 +526,14 @@ def sample(
 def write_logits(output: SamplerOutput, logits: torch.Tensor, row: int, request: SampleRequest) -> None:
     """Replace the log-probabilities of one row that reports logits: of logits float [rows, vocabulary] those
     of the model, or processed ones, after penalties and temperature. Tokens that truncation excludes keep
-    -inf.
+    -inf. An index is a tensor of one dimension: the host would wait to read one of none.
     """
     scores = logits[row : row + 1].to(torch.float32, copy=True)
     if not request.state.sampling.raw_logprobs:
         adjust_scores(scores, [request])
         scores.div_(request.state.sampling.temperature or 1.0)
     tops = output.top_logprobs[row]
-    output.logprobs[row] = scores[0, output.ids[row]]
+    output.logprobs[row : row + 1] = scores[0, output.ids[row : row + 1]]
     output.top_logprobs[row] = torch.where(tops == EXCLUDED, tops, scores[0, output.top_ids[row]])
 
 

@@ -17,6 +17,7 @@ from gpu_worker.engine import engine as engine_module
 from gpu_worker.engine.cuda import graphs as compiling
 from gpu_worker.engine.cuda.graphs import PLAIN, SPLIT, CudaGraphs, run_without_sync
 from gpu_worker.engine.engine import Engine
+from gpu_worker.engine.model import warmup
 from gpu_worker.engine.model.warmup import max_captured_tokens
 from tests.support.engine import on_cuda, tiny_models
 from tests.support.engine.batch_player import player
@@ -192,7 +193,7 @@ def engine_with_graphs(folder: Path) -> Engine:
 
 
 @pytest.mark.parametrize("settings", [Settings(enforce_eager=True), CUDA_GRAPHS_OFF], ids=["eager", "TGI"])
-def test_an_eager_engine_compiles_and_captures_nothing(
+def test_an_eager_engine_runs_all_shapes_and_compiles_and_captures_nothing(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: list[str]
 ) -> None:
     tiny_models.save(tmp_path, *FAMILIES["Llama"])
@@ -200,10 +201,11 @@ def test_an_eager_engine_compiles_and_captures_nothing(
     fresh = dict(enumerate(prompts()))
     expected = play(engine, fresh)
     monkeypatch.setattr(engine, "capture", lambda *arguments: steps.append("capture"))
+    monkeypatch.setattr(warmup, "run_all_shapes", lambda *arguments: steps.append("run"))
     engine.settings = settings
     engine.compile_and_capture(no_progress)
-    assert steps == [] and engine.graphs is None
+    assert steps == ["run"] and engine.graphs is None
     assert play(engine, fresh) == expected
     engine.settings = Settings()
     engine.compile_and_capture(no_progress)
-    assert steps == ["compile", "capture"]
+    assert steps == ["run", "compile", "capture"]
