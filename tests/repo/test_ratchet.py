@@ -18,7 +18,7 @@ MOST = {  # statements, lines
     "gpu_worker": (10_817, 20_535),
     "common": (3_741, 7_467),
     "deploy": (2_502, 4_339),
-    "tests": (29_799, 51_878),
+    "tests": (29_802, 51_883),
     "benchmarks": (2_561, 4_302),
 }
 MOST_WORDS_OF_DOCS = 21_982

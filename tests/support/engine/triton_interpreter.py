@@ -24,7 +24,12 @@ def interpret_kernels(patch: pytest.MonkeyPatch) -> None:
     from triton.runtime.interpreter import InterpretedFunction
 
     enter = interpreter._patch_lang
-    patch.setattr(interpreter, "_patch_lang", lambda function: SCOPES.append(enter(function)) or SCOPES[-1])
+
+    def note(function: Any) -> Any:
+        SCOPES.append(enter(function))
+        return SCOPES[-1]
+
+    patch.setattr(interpreter, "_patch_lang", note)
     patch.setenv("TRITON_INTERPRET", "1")
     for name in FUNCTIONS:
         function = getattr(triton.language.standard, name)
