@@ -208,9 +208,10 @@ def vertex_paths(routes: Sequence[BaseRoute]) -> dict[tuple[str, str], str]:
     """Methods and paths that Vertex AI asks, and none of these routes has → our paths that answer."""
     found = {}
     for name, (method, path) in VERTEX_ROUTES.items():
-        asked = {"type": "http", "method": method, "path": os.environ.get(name, ""), "headers": []}
-        if all(route.matches(asked)[0] is not Match.FULL for route in routes):
-            found[method, asked["path"]] = path
+        asked = os.environ.get(name, "")
+        scope = {"type": "http", "method": method, "path": asked, "headers": []}
+        if all(route.matches(scope)[0] is not Match.FULL for route in routes):
+            found[method, asked] = path
     return found
 
 

@@ -414,7 +414,8 @@ async def test_a_truncated_text_keeps_the_special_tokens_before_it(broker: Broke
     backend = Tokenizer.from_str(TOKENIZER.to_str())
     special = [(first, TOKENIZER.token_to_id(first))]
     backend.post_processor = TemplateProcessing(single=f"{first} $A", special_tokens=special)
-    tgis = PreTrainedTokenizerFast(tokenizer_object=backend, truncation_side="left")
+    tgis: Any = PreTrainedTokenizerFast  # it is untyped
+    tgis = tgis(tokenizer_object=backend, truncation_side="left")
     async with answering(broker.url, Answer(ids(" x")), tokenizer=tokenizer_with(backend=backend)) as (
         worker,
         _,
