@@ -75,7 +75,7 @@ Timeline h
 KeptRequests p ch dg a o
 KeptAnswer id b f cn ns h ct c hd x rq hv
 KeeperMessage k d r t l
-NewRow r a b s k q nc ct
+NewRow r a b s k q nc ct su
 Plan e n u pt s b x k t mp mr ra bt
 HeldRow r id a b n k kv s x nc
 Report q e n s p x r t h lr l bh st ln rt sn
