@@ -45,10 +45,15 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
         ("messages", "mm_processor_kwargs", "chat_template", "input_type", "inputs", "prompt_name"), ()
     ),
     **dict.fromkeys(("bytes_only", "stream"), (False,)),
+    **dict.fromkeys(("max_tokens_per_doc", "max_tokens_per_query"), (0,)),
+    "chat_template_kwargs": ({},),
     "embed_dtype": ("float32",),
     "endianness": ("native", "little"),
     "embedding_types": (["float"],),
     "images": ([],),
+    "instruction": ("",),
+    "padding": ("do_not_pad",),
+    "rank_fields": (["text"],),
     "task": ("embed",),
 }
 """Fields of vLLM and Cohere that are not served → values that are accepted."""
@@ -79,6 +84,10 @@ class PoolingFields(Strict):
     add_special_tokens: bool | None = optional(
         "Add the tokens that the model expects around a text. Default: true."
     )
+    use_activation: bool | None = optional(
+        "Give vectors the length 1, and put scores of a reranker between 0 and 1, where its model's files do "
+        "not say otherwise. Default: true."
+    )
     cache_salt: str | None = CACHE_SALT
     priority: Priority | None = PRIORITY
 
@@ -100,7 +109,7 @@ class EmbeddingRequest(PoolingFields):
     dimensions: int | None = least(
         1, "Keep only the first values of each vector, as models trained for it allow (matryoshka)."
     )
-    normalize: bool | None = optional("Give vectors the length 1. Default: true (vLLM's field).")
+    normalize: bool | None = optional("The older name of `use_activation`.")
     user: str | None = optional("Accepted, without effect.")
 
 
@@ -321,7 +330,8 @@ async def ask_for_pairs(
     pairs = [
         PoolingInput(f"{names[1]}[{i}]", pair) for i, pair in enumerate(zip(firsts, others, strict=True))
     ]
-    return await ask_for(context, pairs, body, names[1], replace(shown, raw=pooling.is_raw))
+    is_raw = pooling.is_raw or body.use_activation is False
+    return await ask_for(context, pairs, body, names[1], replace(shown, raw=is_raw))
 
 
 Vector = Sequence[float]
@@ -414,7 +424,7 @@ async def read_embedding(parsed: EmbeddingRequest, context: Context) -> HttpAnsw
         AS_EMBEDDINGS,
         base64=parsed.encoding_format == "base64",
         dimensions=dimensions,
-        normalized=parsed.normalize is not False,
+        normalized=False not in (parsed.normalize, parsed.use_activation),
     )
     inputs = listed_inputs(parsed.input, "input")
     context.check_number(len(inputs), "input")

@@ -83,9 +83,9 @@ async def test_token_ids_are_taken_as_they_are(served: Any) -> None:
 
 async def test_a_vector_is_not_normalised_where_asked(served: Any) -> None:
     worker, client = served
-    body = {"input": TEXTS[0], "normalize": False}
-    [item] = (await post(client, "/v1/embeddings", body))["data"]
-    check(item["embedding"], expected(worker, TEXTS[0], normalized=False))
+    for name in ("use_activation", "normalize"):
+        [item] = (await post(client, "/v1/embeddings", {"input": TEXTS[0], name: False}))["data"]
+        check(item["embedding"], expected(worker, TEXTS[0], normalized=False))
 
 
 async def test_scores_of_an_embedding_model_are_cosines(served: Any) -> None:
@@ -146,6 +146,17 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     ("/v1/score", {"text_1": ["a"] * 4, "text_2": ["b"] * 4}, 400, "8 vectors: MAX_CONCURRENT_REQUESTS is 5"),
     ("/v1/embeddings", {"input": "hi", "prompt_name": "x"}, 400, "`prompt_name` is not supported"),
     ("/v1/embeddings", {"input": "hi", "task": "token_embed"}, 400, "`task` is not supported"),
+    *(
+        ("/rerank", {"query": "hi", "documents": ["a"], name: value}, 400, f"`{name}` is not supported")
+        for name, value in (
+            ("instruction", "Find answers"),
+            ("chat_template_kwargs", {"instruction": "Find answers"}),
+            ("max_tokens_per_doc", 10),
+            ("max_tokens_per_query", 10),
+            ("padding", "max_length"),
+            ("rank_fields", ["title"]),
+        )
+    ),
     ("/rerank", {"query": "hi", "texts": ["a"]}, 400, "`documents`: Field required"),
     ("/embed", {"inputs": "hi"}, 404, "In its place this server has /v1/embeddings"),
     ("/pooling", {"input": "hi"}, 404, "In its place this server has /v1/embeddings"),
@@ -226,6 +237,9 @@ async def test_a_reranker_scores_each_pair(broker: Broker, reranker: tuple[Path,
         pairs = {"text_1": [QUERY] * 3, "text_2": DOCUMENTS}
         scores = (await post(client, "/v1/score", pairs))["data"]
         check_rerank([item["score"] for item in scores], raw.sigmoid())
+        for activated, expected in ((True, raw.sigmoid()), (False, raw)):
+            scores = (await post(client, "/v1/score", pairs | {"use_activation": activated}))["data"]
+            check_rerank([item["score"] for item in scores], expected)
         refused = await client.post("/v1/embeddings", json={"input": "hi"})
         assert "`tiny` is a reranker, and /v1/embeddings needs an embedding model" in refused.text
 
