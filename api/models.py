@@ -44,8 +44,9 @@ MODEL = Shape(
         "object": "model",
         "created": 1764000000,
         "owned_by": "SmolLM2",
-        "root?": "/adapters/sql",  # of a LoRA adapter, and `parent`, the model that it changes
-        "parent?": "SmolLM2",
+        "root?": "HuggingFaceTB/SmolLM2",  # MODEL_ID, of a pool that is open; the path of a LoRA adapter
+        "parent?": ("SmolLM2", None),  # the model that an adapter changes
+        "max_model_len?": (4096, None),  # null until a worker has been ready
         "task?": "embed",  # of a model that makes vectors or scores
     },
 )
@@ -84,8 +85,8 @@ async def list_models(
     pools = pools_of(request)
     models = []
     for name in pools.served_names():  # of pools that are not open nobody knows what their model makes
-        tasks = (pool.task for pool in pools.all() if names_own(name, pool.settings))
-        models.append(render_model(name, next(tasks, "")))
+        opened = (pool for pool in pools.all() if names_own(name, pool.settings))
+        models.append(render_model(name, next(opened, None)))
     for pool in pools.all():
         models += [render_adapter(one, pool.settings.model_name) for one in pool.adapters.registry.ready]
     if VERSION_HEADER in request.headers:
@@ -108,13 +109,18 @@ async def retrieve_model(
     if adapter := pool.adapters.find(name):
         found = render_adapter(adapter, pool.settings.model_name)
     else:
-        found = render_model(pools.resolve(name).shown, pool.task)
+        found = render_model(pools.resolve(name).shown, pool)
     return render_info(found) if VERSION_HEADER in request.headers else found
 
 
-def render_model(name: str, task: str = "") -> dict[str, Any]:
-    kind = {"task": task} if task else {}
-    return {"id": name, "object": "model", "created": STARTED_S, "owned_by": name, **kind}
+def render_model(name: str, pool: Pool | None = None) -> dict[str, Any]:
+    """A model as vLLM lists it, where its pool is open."""
+    shown = {"id": name, "object": "model", "created": STARTED_S, "owned_by": name}
+    if pool is None:
+        return shown
+    kind = {"task": pool.task} if pool.task else {}
+    longest = pool.workers.limits.max_total_tokens or None
+    return shown | {"root": pool.settings.model_id, "parent": None, "max_model_len": longest, **kind}
 
 
 def render_adapter(adapter: PoolAdapter, parent: str) -> dict[str, Any]:
@@ -228,7 +234,7 @@ async def respond_with_ids(
 ) -> Response:
     if not pool.workers.max_total_tokens:
         await pool.workers.refresh_unless_fresh()
-    max_model_len = pool.workers.limits.max_total_tokens if pool.workers.max_total_tokens else None
+    max_model_len = pool.workers.limits.max_total_tokens or None
 
     def render() -> bytes:
         ids = pool.tokenizer.encode_rendered(prompt, add_special_tokens)

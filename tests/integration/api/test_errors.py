@@ -332,7 +332,15 @@ async def test_models_are_listed_and_found_by_name(client: httpx.AsyncClient) ->
             "code": "model_not_found",
         }
         assert (answer.status_code, answer.json()) == (404, {"error": error})
-    known = {"id": "smollm2", "object": "model", "created": STARTED_S, "owned_by": "smollm2"}
+    known = {
+        "id": "smollm2",
+        "object": "model",
+        "created": STARTED_S,
+        "owned_by": "smollm2",
+        "root": "smollm2",
+        "parent": None,
+        "max_model_len": 1024,
+    }
     for path in ("/v1/models", "/v1/models/"):
         assert (await client.get(path)).json() == {"object": "list", "data": [known], "models": []}
     assert (await client.get("/v1/models/smollm2")).json() == known
