@@ -82,16 +82,21 @@ def completion_logprobs(
         "tokens": [token_name(stream, token_id, by_id) for token_id, _, _ in tokens],
         "token_logprobs": [None if logprob is None else finite(logprob) for _, logprob, _ in tokens],
         "top_logprobs": [
-            None
-            if logprob is None
-            else {
-                token_name(stream, other, by_id): finite(value)
-                for other, value in (*top, (token_id, logprob))
-            }
+            None if logprob is None else by_name(stream, (*top, (token_id, logprob)), by_id)
             for token_id, logprob, top in tokens
         ],
         "text_offset": offsets,
     }
+
+
+def by_name(stream: Stream, tokens: TopTokens, by_id: bool) -> dict[str, float]:
+    """The log-probabilities of tokens, the likeliest first: of those with the same name, as parts of
+    characters have, the highest.
+    """
+    found: dict[str, float] = {}
+    for token_id, logprob in tokens:
+        found.setdefault(token_name(stream, token_id, by_id), finite(logprob))
+    return found
 
 
 def join_logprobs(first: LogprobLists | None, second: LogprobLists) -> LogprobLists:

@@ -34,6 +34,7 @@ from tests.support.answers import (
     tgi_frames,
 )
 from tests.support.broker_state import KEYS
+from tests.support.fleet import scripted_worker
 from tests.support.fleet.gateways import answering, nothing_left, serving
 from tests.support.fleet.scripted_worker import Answer
 from tests.support.tokenizer import IM_END, TOKENIZER, ids, tokenizer_with
@@ -150,6 +151,19 @@ async def test_logprobs_are_parallel_lists(broker: Broker) -> None:
     assert plain["logprobs"]["top_logprobs"][3] == {" b": logprobs(4)[3]}
     for name, values in lists.items():
         assert [value for frame in found for value in frame["choices"][0]["logprobs"][name]] == values
+
+
+async def test_of_likely_tokens_with_one_name_the_likeliest_is_shown(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names of parts of characters are equal. By the values lm-eval sees whether a token is the likeliest."""
+    likeliest = TOKENIZER.token_to_id("ð")
+    monkeypatch.setattr(
+        scripted_worker, "neighbours", lambda token, logprob, _: ([likeliest, token], [-0.05, logprob])
+    )
+    async with answering(broker.url, Answer(ids("🙂"), ends=False)) as (_, _, client):
+        [choice] = await choices_of(client, {"prompt": "a", "max_tokens": 1, "logprobs": 2})
+    assert choice["logprobs"]["top_logprobs"] == [{"\ufffd": pytest.approx(-0.05)}]
 
 
 async def test_echo_puts_the_prompt_before_the_text(broker: Broker) -> None:
