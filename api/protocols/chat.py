@@ -63,6 +63,7 @@ REASONING_SWITCHES = ("enable_thinking", "thinking")
 """Variables by which templates turn reasoning on and off."""
 
 EFFORT: Any = optional("How much the model thinks first, if its template can say so; with `none` not at all.")
+TEMPLATE_VARIABLES: Any = optional("Additional variables for the chat template, such as `enable_thinking`.")
 TextOrObject = Annotated[str | dict[str, Any], with_one_error("Input should be a string or an object")]
 CHOSEN_SCHEMA: Any = {"enum": ["none", "auto", None]}
 """The values of `tool_choice` that /docs proposes."""
@@ -172,10 +173,7 @@ class ChatRequest(OpenAIRequest):
         "Continue the last message. Default: false; with CONTINUE_FINAL_MESSAGE true, if it is "
         "the assistant's and calls no tools."
     )
-    chat_template_kwargs: dict[str, Any] | None = optional(
-        "Additional variables for the chat template, such as `enable_thinking`."
-    )
-
+    chat_template_kwargs: dict[str, Any] | None = TEMPLATE_VARIABLES
     tools: Listed[ToolSchema] | None = optional("Functions that the model may call.", max_length=MAX_TOOLS)
     tool_choice: TextOrObject | None = optional(
         "`auto` (the default): the model decides. `none`: no calls. `required`: one call at "

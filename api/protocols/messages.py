@@ -26,6 +26,7 @@ from api.protocols.chat import (
     FUNCTION_NAME,
     MAX_TOOLS,
     REASONING_SWITCHES,
+    TEMPLATE_VARIABLES,
     ChatRequest,
     FunctionSchema,
     chat_of,
@@ -190,6 +191,7 @@ class CountTokensRequest(ServedFields):
     )
     thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = TEMPLATE_VARIABLES
     output_format: dict[str, Any] | None = optional(
         "The older name of `output_config.format`.", FORMAT_SCHEMA
     )
@@ -274,15 +276,19 @@ def to_chat(body: CountTokensRequest) -> ChatRequest:
 
 
 def reasoning_fields(body: CountTokensRequest) -> dict[str, Any]:
-    """The chat's fields for `thinking` and `output_config.effort`; without both the model does as it is
-    used to.
+    """The chat's fields for `thinking`, `output_config.effort` and variables of the template; without them
+    the model does as it is used to.
     """
     thinking, effort = body.thinking, body.output_config.effort if body.output_config is not None else None
+    variables: dict[str, Any] = {}
     if thinking is not None and thinking.type == "disabled":
-        return {"reasoning_effort": "none"}
-    if thinking is None or effort is not None:
-        return {"reasoning_effort": effort}
-    return {"chat_template_kwargs": dict.fromkeys(REASONING_SWITCHES, True)}
+        effort = "none"
+    elif thinking is not None and effort is None:
+        variables = dict.fromkeys(REASONING_SWITCHES, True)
+    return {
+        "reasoning_effort": effort,
+        "chat_template_kwargs": variables | (body.chat_template_kwargs or {}),
+    }
 
 
 # --- tools --------------------------------------------------------------------------------------------------

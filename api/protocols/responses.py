@@ -27,6 +27,7 @@ from api.protocols.chat import (
     CHAT_NAMES,
     EFFORT,
     MAX_TOOLS,
+    TEMPLATE_VARIABLES,
     ChatRequest,
     Effort,
     FunctionSchema,
@@ -53,7 +54,7 @@ ROLES = ("user", "system", "developer", "assistant")
 LOGPROBS = "message.output_text.logprobs"
 UNSUPPORTED: UnsupportedFields = {
     **dict.fromkeys(("access_programs", "background_options", "conversation", "image", "moderation"), ()),
-    **dict.fromkeys(("prompt", "prompt_cache_options"), ()),
+    **dict.fromkeys(("previous_input_messages", "prompt", "prompt_cache_options"), ()),
     **dict.fromkeys(("beam_search_diversity_rate", "diversity"), (0.0,)),
     **dict.fromkeys(("early_stopping", "use_beam_search"), (False,)),
     "beam_width": (1,),
@@ -61,11 +62,13 @@ UNSUPPORTED: UnsupportedFields = {
     "length_penalty": (1.0,),
 }
 """Fields that are refused by name."""
-HINTS = ("guided_decoding_backend", "include_reasoning", "modalities", "reasoning_effort", "request_id")
+HINTS = ("guided_decoding_backend", "modalities", "reasoning_effort", "request_id")
 """Other routes' fields that have no effect here, as clients may send them to every route."""
 
 Included = Literal[
     "message.output_text.logprobs",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
     "reasoning.encrypted_content",
     "web_search_call.results",
     "web_search_call.action.sources",
@@ -149,6 +152,8 @@ class ResponsesRequest(ServedFields):
     metadata: Labels | None = optional("Up to 16 labels; the response has them, too.")
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
+    include_reasoning: bool | None = optional("Return the reasoning. Default: true.")
+    chat_template_kwargs: dict[str, Any] | None = TEMPLATE_VARIABLES
     tools: Listed[dict[str, Any]] | None = optional(
         'Functions that the model may call: `{"type": "function", "name": …, "parameters": …}`. '
         "Tools that only OpenAI's servers or models have (`web_search`, `namespace`, …) are left out of the "
@@ -675,6 +680,8 @@ def to_chat(body: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=format_of(body.text.format if body.text else None, "text.format", kinds),
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
+        include_reasoning=body.include_reasoning,
+        chat_template_kwargs=body.chat_template_kwargs,
     )
 
 

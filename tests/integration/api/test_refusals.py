@@ -42,8 +42,10 @@ SECOND = "messages[1].content"
 NAMED = {"name": "s", "schema": {"type": "array", "not": {"type": "null"}}}
 SCHEMA_WITH_NOT = {"response_format": {"type": "json_schema", "json_schema": NAMED}}
 TIERS: Rows = [({"priority": "urgent"}, "priority", ""), ({"service_tier": "gold"}, "service_tier", "")]
+VARIABLES: Rows = [({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "cannot have")]
 CHAT: Rows = [
     *TIERS,
+    *VARIABLES,
     ({"max_completion_tokens": 10_000}, "max_completion_tokens", "1024"),
     ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "differ"),
     ({"max_tokens": 2, "min_tokens": 3}, "min_tokens", "at most 2"),
@@ -71,7 +73,6 @@ CHAT: Rows = [
     ),
     ({"reasoning_effort": "vast"}, "reasoning_effort", "should be 'none', 'minimal'"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude"),
-    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "`messages`"),
     ({"messages": []}, "messages", "at least 1 item"),
     ({"messages": [3]}, "messages[0]", "`messages[0]`: Input should be an object"),
     ({"messages": [CALL]}, "messages[0].tool_calls[0].function.arguments", EITHER),
@@ -143,6 +144,7 @@ RESPONSES_TOOL = {"type": "function", "name": "get_time"}
 SEARCH = {"type": "web_search", "external_web_access": False}
 RESPONSES: Rows = [
     *TIERS,
+    *VARIABLES,
     ({"background": True, "store": False}, "background", ""),
     ({"conversation": "conv_1"}, "conversation", ""),
     ({"prompt": {"id": "p"}}, "prompt", ""),
@@ -153,7 +155,8 @@ RESPONSES: Rows = [
         ({name: 5}, name, "is not a field of this route")
         for name in ("return_generation_logits", "max_tokens", "stop", "max_new_tokens")
     ),
-    ({"include": ["message.input_image.image_url"]}, "include[0]", ""),
+    ({"include": ["message.input_audio.data"]}, "include[0]", ""),
+    ({"previous_input_messages": []}, "previous_input_messages", "is not supported yet"),
     ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type", ""),
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id", ""),
     ({"input": [CALLED]}, "input[0].call_id", ""),
@@ -182,6 +185,7 @@ TOOL = {"name": "a", "input_schema": {"type": "object", "properties": {}}}
 FILE = {"type": "image", "source": {"type": "file"}}
 NEVER = {"type": "json_schema", "schema": {"type": "array", "uniqueItems": True}}
 MESSAGES: Rows = [
+    *VARIABLES,
     (user([{"type": "text"}]), "messages[1].content[0].text", "is required"),
     (user([{"type": "video"}]), "messages[1].content[0].type", "must be one"),
     (user([FILE]), "source.type", ""),

@@ -4,10 +4,11 @@ continued, followed, cancelled and deleted at any gateway, by their owner.
 
 import asyncio
 import logging
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
+from openai.types.responses import ResponseIncludable
 
 from deploy.launcher.embedded_broker import Broker
 from tests.integration.api.test_chat import ARGUMENTS, CALLS, HERMES, PARAMETERS
@@ -284,6 +285,7 @@ async def test_reasoning_text_and_calls_are_items_of_their_own(broker: Broker) -
         stored = (await client.get(f"{PATH}/{events[0]['response']['id']}")).json()
         one = await ask(client, parallel_tool_calls=False)
         none = await ask(client, tool_choice="none", tools=TOOLS[:1])
+        hidden = await ask(client, include_reasoning=False)
     kinds = ["reasoning", "message", "function_call", "function_call"]
     assert [item["type"] for item in whole["output"]] == kinds
     thought, message, *calls = whole["output"]
@@ -307,6 +309,7 @@ async def test_reasoning_text_and_calls_are_items_of_their_own(broker: Broker) -
         assert own[0]["item"]["name"] and own[0]["item"]["arguments"] == ""
     assert [item["type"] for item in one["output"]] == kinds[:3]
     assert [item["type"] for item in none["output"]] == kinds[:2]
+    assert [item["type"] for item in hidden["output"]] == kinds[1:]
 
 
 @pytest.mark.parametrize("tail", ["", '{"place": "Z'])
@@ -368,7 +371,7 @@ async def test_tools_that_no_model_here_can_call_are_left_out(broker: Broker) ->
     """The prompt is the same without them, and the answer shows them, as Codex sent them."""
     fields = {
         "tools": [*CODEX_TOOLS, *TOOLS],
-        "include": ["reasoning.encrypted_content", "web_search_call.action.sources"],
+        "include": [*get_args(ResponseIncludable)],
         "store": False,
         "tool_choice": "auto",
         "prompt_cache_key": "k",
