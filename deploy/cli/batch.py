@@ -11,9 +11,11 @@ import httpx
 import orjson
 
 from common.settings.settings import SettingError
-from deploy.cli.client import ask, check_status, fetch_json
+from deploy.cli.client import Unavailable, ask, check_status, fetch_json, one_line
 
 POLL_S = 1.0
+AWAY_S = 600.0
+"""The longest time that a server may be away while its batch is waited for."""
 MAX_LINE_BYTES = 2**24
 ENDED = ("completed", "failed", "expired", "cancelled")
 
@@ -36,7 +38,7 @@ def begin(client: httpx.Client, source: Path, window: str) -> str:
         uploaded = ask(client, "POST", "/v1/files", data=form, files={"file": (source.name, file)}).json()
     asked = {"input_file_id": uploaded["id"], "endpoint": endpoint, "completion_window": window}
     batch = ask(client, "POST", "/v1/batches", json=asked).json()
-    print(f"batch {batch['id']}", file=sys.stderr)
+    print(f"batch {batch['id']}; after an interruption, --id {batch['id']} goes on", file=sys.stderr)
     return str(batch["id"])
 
 
@@ -48,13 +50,22 @@ def read_endpoint(line: bytes) -> str:
 
 
 def wait(client: httpx.Client, batch_id: str) -> dict[str, Any]:
-    """The batch when it has ended; its progress goes to stderr. Raises ServerError."""
-    shown = ""
+    """The batch when it has ended; its progress goes to stderr. A server that is away is asked again. Raises
+    ServerError, and httpx.TransportError if it is away for longer than AWAY_S.
+    """
+    shown, heard_s = "", time.monotonic()
     while True:
-        batch: dict[str, Any] = fetch_json(client, f"/v1/batches/{batch_id}")
-        counts = batch["request_counts"]
-        done = counts["completed"] + counts["failed"]
-        line = f"{batch['status']}: {done} of {counts['total']}, {counts['failed']} failed"
+        try:
+            batch: dict[str, Any] = fetch_json(client, f"/v1/batches/{batch_id}")
+        except (httpx.TransportError, Unavailable) as error:
+            if time.monotonic() - heard_s > AWAY_S:
+                raise
+            batch = {"status": ""}
+            line = f"asking again: {one_line(str(error)) or type(error).__name__}"
+        else:
+            heard_s, counts = time.monotonic(), batch["request_counts"]
+            done = counts["completed"] + counts["failed"]
+            line = f"{batch['status']}: {done} of {counts['total']}, {counts['failed']} failed"
         if line != shown:
             print(line, file=sys.stderr)
             shown = line

@@ -32,6 +32,10 @@ class ServerError(Exception):
     """The server cannot be reached, or refuses. `str()` is the one line that a person sees."""
 
 
+class Unavailable(ServerError):
+    """The server, or a proxy before it, says that it cannot answer now."""
+
+
 def parse_url(text: str) -> str:
     """Read a server's URL: `localhost:3000`, `http://host/` or `http://host/v1`. Raises SettingError."""
     url = (text if "://" in text else f"http://{text}").rstrip("/").removesuffix("/v1")
@@ -108,7 +112,8 @@ def check_status(status: int, body: bytes) -> None:
     """Raise ServerError with the server's own message, unless the status is 200."""
     if status != 200:
         cure = "; set API_KEY to a key of this server" if status == 401 else ""
-        raise ServerError(f"the server answers {status}: {error_message(body)}{cure}")
+        kind = Unavailable if status in (502, 503, 504) else ServerError
+        raise kind(f"the server answers {status}: {error_message(body)}{cure}")
 
 
 def error_message(body: bytes) -> str:

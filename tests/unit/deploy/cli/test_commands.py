@@ -23,7 +23,7 @@ from common.broker.client import connect
 from common.broker.directory import DirectoryClient, PoolEntry
 from common.messages.events import TimelineEvent
 from common.settings.settings import SettingError
-from deploy.cli import admin, status, target
+from deploy.cli import admin, batch, status, target
 from deploy.cli.admin import check_return, choose_worker
 from deploy.cli.client import ServerError, new_client, print_lines
 from deploy.cli.status import fetch_snapshot
@@ -37,6 +37,40 @@ from tests.support.forks.command import tokenfleet
 from tests.support.machine.ports import free_port
 from tests.support.other_servers import FLEET
 from tests.support.source_tree import python_path
+
+# --- batches ------------------------------------------------------------------------------------------------
+
+BATCH = {
+    "status": "completed",
+    "request_counts": {"completed": 2, "failed": 0, "total": 2},
+    **dict.fromkeys(("output_file_id", "error_file_id", "errors")),
+}
+
+
+@pytest.mark.parametrize(
+    ("away_s", "code", "last"), [(600.0, 0, "completed: 2 of 2"), (-1.0, 1, "tokenfleet: no server answers")]
+)
+def test_a_batch_is_waited_for_while_its_server_is_away(
+    away_s: float, code: int, last: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = iter([None, httpx.Response(503, text="starting"), httpx.Response(200, json=BATCH)])
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if (found := next(answers)) is None:
+            raise httpx.ConnectError("refused")
+        return found
+
+    transport = httpx.MockTransport(answer)
+    monkeypatch.setattr(
+        admin, "new_client", lambda *_: httpx.Client(base_url="http://fleet", transport=transport)
+    )
+    monkeypatch.setattr(batch, "POLL_S", 0.0)
+    monkeypatch.setattr(batch, "AWAY_S", away_s)
+    assert admin.main(["batch", "--id", "batch_1", "-o", "answers.jsonl", "--url", "http://fleet"]) == code
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1].startswith(last)
+    assert [line for line in lines[:-1] if "asking again: " not in line] == []
+
 
 # --- adapters -----------------------------------------------------------------------------------------------
 
