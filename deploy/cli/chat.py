@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Callable, Generator
@@ -103,13 +102,10 @@ def run(client: httpx.Client, flags: argparse.Namespace) -> None:
     system = [{"role": "system", "content": flags.system}] if flags.system else []
     model = model_name(client.get("/v1/models"))
     conversation = Conversation(client, {"model": model} | given, system)
-    try:
-        if sys.stdin.isatty():
-            run_terminal(conversation)
-        else:
-            answer_once(conversation)
-    except BrokenPipeError:  # the reader of our output closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if sys.stdin.isatty():
+        run_terminal(conversation)
+    else:
+        answer_once(conversation)
 
 
 def answer_once(conversation: Conversation) -> None:

@@ -400,6 +400,27 @@ def test_an_error_after_the_first_token_is_shown() -> None:
     assert done.returncode == 1
 
 
+@pytest.mark.parametrize(
+    ("redirected", "code", "said"),
+    [
+        ("--help", 141, ""),
+        ("--help >/dev/full", 1, "tokenfleet: [Errno 28] No space left on device\n"),
+        ("chat --url $0 >&-", 0, ""),
+    ],
+)
+def test_output_that_nobody_takes_ends_a_command_without_a_traceback(
+    redirected: str, code: int, said: str
+) -> None:
+    """Unless a row redirects it, it is a pipe whose reader has left."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with running() as server, open(writer, "wb") as pipe:
+        words = ["sh", "-c", f"exec {COMMAND} {redirected}", server.url]
+        stderr = subprocess.PIPE
+        done = subprocess.run(words, input=b"Hi", env=OF_TERMINAL, stdout=pipe, stderr=stderr, timeout=90)
+    assert (done.returncode, done.stderr.decode()) == (code, said)
+
+
 def test_a_key_that_is_not_ascii_is_refused() -> None:
     with running() as server:
         done = piped(server.url, b"Hi", API_KEY="\u043a\u043b\u044e\u0447")
