@@ -24,8 +24,10 @@ FAILURES = {
     "unavailable": "unavailable",
     "template_error": "template",
     "internal": "generation",
+    "timeout": "timeout",
+    **dict.fromkeys(("grammar", "unauthorized", "validation"), "validation"),
 }
-"""Type of an error → label `err`; all others are `validation`."""
+"""Type of an error → label `err`. Others are `validation`, and after the admission `generation`."""
 HISTOGRAMS = {
     "total-time": catalogue.REQUEST_DURATION,
     "validation-time": catalogue.VALIDATION_DURATION,
@@ -72,8 +74,10 @@ def count_stream(stream: Stream, limits: Limits) -> None:
             catalogue.DECODE_DURATION.observe(decode_s)
             if stream.num_tokens > 1:
                 catalogue.DECODE_PER_TOKEN.observe(decode_s / (stream.num_tokens - 1))
+    elif stream.terminal is None or reason == "cancelled":
+        catalogue.REQUEST_FAILURE.add(1, "dropped")
     else:
-        catalogue.REQUEST_FAILURE.add(1, "dropped" if reason == "cancelled" else "generation")
+        catalogue.REQUEST_FAILURE.add(1, FAILURES.get(stream.terminal.error_type, "generation"))
 
 
 def fit_buckets(limits: Limits) -> None:

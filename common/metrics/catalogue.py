@@ -129,7 +129,10 @@ SIZES = (*map(float, range(1, 1025)), INFINITY)
 SKIPPED = (*map(float, range(16)), INFINITY)
 """SPECULATE is 15 at most."""
 REASONS = ("length", "eos_token", "stop_sequence", "budget", "cancelled", "error")
-FAILURES = ("overloaded", "validation", "incomplete", "generation", "dropped", "template")
+FAILURES = (
+    *("overloaded", "unavailable", "validation", "template"),
+    *("incomplete", "generation", "timeout", "dropped"),
+)
 
 # Requests, counted by gateways. Durations are in seconds, as in TGI.
 REQUEST_COUNT = Counter("tgi_request_count", "Number of requests received")

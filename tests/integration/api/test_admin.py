@@ -205,10 +205,12 @@ async def test_the_timeline_of_a_job_with_any_id(broker: Broker) -> None:
 
 
 IDS = ids(" the sea is so blue")
+FAILING = {13: "forward", 14: "grammar", 15: "picture", 16: "no_worker", 17: "expired"}
+"""`max_new_tokens` → why a worker fails the request."""
 
 
 def scripted(request: Generate) -> Answer:
-    return Answer(IDS, error="" if request.stopping.max_new_tokens != 13 else "forward")
+    return Answer(IDS, error=FAILING.get(request.stopping.max_new_tokens, ""))
 
 
 def body(**parameters: Any) -> dict[str, Any]:
@@ -285,6 +287,16 @@ async def test_failures_are_counted_by_cause(broker: Broker, monkeypatch: pytest
         for _ in range(2):
             assert (await client.post("/generate", json=body())).status_code == 500
         await figures.until('tgi_request_failure{err="generation"}', 3)
+
+
+async def test_failures_after_the_admission_are_counted_by_cause(broker: Broker) -> None:
+    async with answering(broker.url, scripted) as (_, _, client):
+        figures = await Figures(client).begin()
+        for number, status in zip(FAILING, (424, 422, 424, 424, 408), strict=True):
+            assert (await client.post("/generate", json=body(max_new_tokens=number))).status_code == status
+        await figures.until('tgi_request_failure{err="validation"}', 2)
+        for cause in ("generation", "unavailable", "timeout"):
+            await figures.until(f'tgi_request_failure{{err="{cause}"}}', 1)
 
 
 async def is_gone(

@@ -42,11 +42,12 @@ GAUGES = (
     "tgi_batch_max_total_tokens",
     "tgi_batch_total_tokens",
 )
+TGI_FAILURES = ("overloaded", "validation", "incomplete", "generation", "dropped", "template")
 TGI = {
     **{name: ("counter", {}) for name in ("tgi_request_count", "tgi_request_success")},
     "tgi_request_failure": (
         "counter",
-        {"err": {"overloaded", "validation", "incomplete", "generation", "dropped", "template"}},
+        {"err": {*TGI_FAILURES, "unavailable", "timeout"}},
     ),
     **{name: ("histogram", {}) for name in DURATIONS},
     **{
