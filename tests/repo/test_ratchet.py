@@ -13,12 +13,12 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (12_573, 24_318),
+    "api": (12_591, 24_354),
     "batcher": (2_812, 4_847),
     "gpu_worker": (10_817, 20_535),
-    "common": (3_741, 7_467),
-    "deploy": (2_502, 4_339),
-    "tests": (29_803, 51_884),
+    "common": (3_741, 7_470),
+    "deploy": (2_518, 4_366),
+    "tests": (29_850, 51_995),
     "benchmarks": (2_561, 4_302),
 }
 MOST_WORDS_OF_DOCS = 21_982
