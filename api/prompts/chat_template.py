@@ -433,6 +433,18 @@ class ChatTemplate:
         return PROBE in (self.tried(self.show, chat) or "")
 
     @cached_property
+    def takes_later_system(self) -> bool:
+        """Whether later messages may be the system's, too."""
+        first, later = ({"role": "system", "content": content} for content in ("?", PROBE))
+        chat = [first, *probe_chat("?"), later, *probe_chat("?")]
+        return PROBE in (self.tried(self.show, chat) or "")
+
+    @cached_property
+    def takes_users_in_a_row(self) -> bool:
+        """Whether a user's message may follow another one."""
+        return PROBE in (self.tried(self.show, [*probe_chat("?"), *probe_chat(PROBE)]) or "")
+
+    @cached_property
     def takes_texts(self) -> bool:
         """Whether a content may be a text."""
         return PROBE in (self.tried(self.fill, probe_chat(PROBE)) or "")

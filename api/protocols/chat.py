@@ -464,7 +464,7 @@ def render_prompt(
             warn_once(log, f"the chat template has no tools: {words}")
             shown = json.dumps(tools.tools, ensure_ascii=False, separators=(",", ":"))
             text = f"{shown}\n{text or TOOL_PROMPT}"
-    messages = known_calls(messages, template)
+    messages = in_turns(known_calls(messages, template), template)
     if text:
         messages = with_text(messages, text, bool(body.tool_prompt), template)
     guard = tokenizer.controls.guard_for([messages, variables, listed], template.source)
@@ -477,6 +477,28 @@ def render_prompt(
         return rendered_text(template.render_open(messages, variables, listed), guard)
     begins_next = body.add_generation_prompt is not False
     return rendered_text(template.render(messages, begins_next, variables, listed), guard)
+
+
+def in_turns(messages: Sequence[Message], template: ChatTemplate) -> Sequence[Message]:
+    """Messages in an order that the template takes. Where only the first may be the system's, its messages
+    at the beginning are one. What it says later is added to the turn before, or is a turn of the user after
+    the assistant's, so that the next prompt of the chat begins alike. Users' messages in a row are one where
+    the template wants user and assistant in turns.
+    """
+    turns: list[list[Message]] = []
+    for one in messages:
+        before, role = turns[-1][0]["role"] if turns else "", one["role"]
+        if role in ("system", "developer") and not template.takes_later_system:
+            joins = before not in ("", "assistant")
+            if before or not template.takes_system:
+                one = {**one, "role": "user"}
+        else:
+            joins = role == before == "user" and not template.takes_users_in_a_row
+        if joins:
+            turns[-1].append(one)
+        else:
+            turns.append([one])
+    return [{**turn[0], "content": "\n\n".join(one["content"] for one in turn)} for turn in turns]
 
 
 def with_text(

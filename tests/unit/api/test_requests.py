@@ -5,6 +5,7 @@ What a gateway knows of pools and their batchers, and which pools a request trie
 
 import json
 import random
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -149,6 +150,48 @@ def test_a_template_without_tools_gets_them_at_the_beginning_so_the_next_turn_fi
     own = ["---", "Be brief.", "[user]Q"] if sent else ["[user]Q"] if first == "system" else ["---", "Q"]
     assert lines == [*own, "[assistant]See:", call, call, "[user]one", "two"]
     assert turns[1].startswith(turns[0])
+
+
+def raises(condition: str) -> str:
+    return f"{{% if {condition} %}}{{{{ raise_exception('no') }}}}{{% endif %}}"
+
+
+SAID = {"s": "system", "d": "developer", "u": "user", "a": "assistant", "t": "tool"}
+FIRST = "{# tool_calls #}" + PLAIN.source.replace(
+    "[", raises("m.role == 'system' and not loop.first") + "[", 1
+)
+TURNS = FIRST.replace("[", raises("loop.previtem and loop.previtem.role == m.role") + "[", 1)
+
+
+@pytest.mark.parametrize(
+    ("source", "sent", "expected"),
+    [
+        (PLAIN.source, "s1 d2 u3 s4 u5", "s1 s2 u3 s4 u5"),
+        (FIRST, "s1 d2 u3 s4 u5 u6", "s1+2 u3+4 u5 u6"),
+        (FIRST, "s1 u2 a3 t4 s5 d6 a7 s8", "s1 u2 a3 t4+5+6 a7 u8"),
+        (TURNS, "s1 u2 u3 s4 u5 a6 s7 u8", "s1 u2+3+4+5 a6 u7+8"),
+        (raises("messages[0].role == 'system'") + TURNS, "s1 s2 u3 a4", "u1+2+3 a4"),
+        (raises("messages[0].role == 'system'") + PLAIN.source, "s1 u2 s3 u4", "u1 u2+3 u4"),
+        (
+            "[{{ messages[0].role }}]{{ messages[0].content }}{{ '\n' }}{% for m in messages[1:] %}"
+            "{% if m.role in ('user', 'assistant') %}[{{ m.role }}]{{ m.content }}\n{% endif %}"
+            "{% endfor %}{# developer #}",
+            "d1 s2 u3 d4 a5",
+            "d1+2 u3+4 a5",
+        ),
+    ],
+    ids=["anywhere", "first", "after results", "in turns", "never", "never, users in a row", "drops others"],
+)
+def test_what_system_and_users_say_is_where_the_template_takes_it(
+    source: str, sent: str, expected: str
+) -> None:
+    """Claude Code says more as the system later in a chat; Codex begins with two messages of the system, and
+    two of the user. The next turn's prompt begins as this one.
+    """
+    messages = [{"role": SAID[one[0]], "content": one[1:]} for one in sent.split()]
+    found = [prompt(ChatTemplate(source, {}), None, messages[:end]) for end in (-1, len(messages))]
+    shown = re.sub(r"\[(.)\w+\]", r" \1", found[1].replace("\n\n", "+").replace("\n", ""))
+    assert shown.split() == expected.split() and found[1].startswith(found[0].rstrip("\n"))
 
 
 def test_tgis_tool_prompt_has_the_tools_where_tgi_puts_them() -> None:
