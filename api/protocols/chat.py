@@ -10,6 +10,7 @@ with TGI's `tool_prompt` get them where TGI puts them, at the end of the last me
 import contextlib
 import json
 import logging
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
@@ -46,7 +47,7 @@ from common.settings.ranges import least
 
 log = logging.getLogger(__name__)
 
-MAX_TOOLS = 128
+MAX_TOOLS = 1024
 FUNCTION_NAME = "^[A-Za-z0-9_.:/-]{1,128}$"
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 CHOICES = ("none", "auto", "required")
@@ -71,6 +72,10 @@ CHAT_NAMES = {**NAMES, "prompt": "messages", "top_n_tokens": "top_logprobs"}
 """`GenerationParams` → the names of a chat's fields, where they differ."""
 CHARS_OF_MESSAGE = 40
 """Rendering one message takes about as long as tokenizing this number of characters."""
+BILLING_HEADER = re.compile(r"\Ax-anthropic-billing-header:[^\n]*(\n+|$)")
+"""What Claude Code begins its system prompt with: a line, or a part of its own, whose values change with each
+request, so that prompts would have no common prefix. Proxies send it on to other APIs.
+"""
 PROMPT_END_CHARS = 200
 """The end of the prompt in which reasoning may have begun."""
 
@@ -370,13 +375,13 @@ def template_message(one: ChatMessage, name: str, call_id: str, sees: bool) -> d
         field = "tool_calls" if one.tool_calls else "function_call"
         raise invalid(f"`{name}.{field}` is for the role `assistant`")
     found: dict[str, Any] = {"role": "tool" if one.role == "function" else one.role}
-    content = one.content
+    content, reasoning = one.content, one.reasoning_content or one.reasoning
     if content is None and one.role == "assistant":
-        content = "" if one.has_calls and one.refusal is None else one.refusal
-    found["content"] = join_parts(content, f"{name}.content", one.role == "assistant", sees)
+        content = "" if (one.has_calls or reasoning) and one.refusal is None else one.refusal
+    found["content"] = join_parts(content, f"{name}.content", one.role, sees)
     if one.name is not None:
         found["name"] = one.name
-    if reasoning := one.reasoning_content or one.reasoning:
+    if reasoning:
         found |= {"reasoning_content": reasoning, "reasoning": reasoning}
     if one.tool_calls:
         found["tool_calls"] = [template_call(call.function, call.id or call_id) for call in one.tool_calls]
@@ -388,27 +393,32 @@ def template_message(one: ChatMessage, name: str, call_id: str, sees: bool) -> d
 
 
 def template_call(function: EarlierFunction, call_id: str) -> dict[str, Any]:
-    arguments: Any = function.arguments or {}
+    """A call as chat templates expect it. Arguments that are no object, such as those of a call that was cut,
+    are none: the chat goes on.
+    """
+    arguments: Any = function.arguments
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # a text that cannot be read as JSON stays as it is
+        with contextlib.suppress(ValueError):
             arguments = parse_text(arguments)
-    called = {"name": function.name, "arguments": arguments}
+    called = {"name": function.name, "arguments": arguments if isinstance(arguments, dict) else {}}
     return {"id": call_id, "type": "function", "function": called}
 
 
-def join_parts(
-    content: str | list[ContentPart] | None, name: str, may_refuse: bool = False, sees: bool = False
-) -> str:
-    """The text of a message's content, whose parts are joined. Raises ApiError."""
+def join_parts(content: str | list[ContentPart] | None, name: str, role: str, sees: bool = False) -> str:
+    """The text of a message's content, whose parts are joined. The system's have no BILLING_HEADER. Raises
+    ApiError.
+    """
     if content is None:
         raise invalid(f"`{name}` is required")
     if isinstance(content, str):
-        return content
-    return "".join(part_text(part, f"{name}[{i}]", name, may_refuse, sees) for i, part in enumerate(content))
+        texts = [content]
+    else:
+        texts = [part_text(part, f"{name}[{i}]", name, role, sees) for i, part in enumerate(content)]
+    return "".join(BILLING_HEADER.sub("", text) if role == "system" else text for text in texts)
 
 
-def part_text(part: ContentPart, place: str, name: str, may_refuse: bool, sees: bool) -> str:
-    field = "refusal" if may_refuse and part.type == "refusal" else "text"
+def part_text(part: ContentPart, place: str, name: str, role: str, sees: bool) -> str:
+    field = "refusal" if role == "assistant" and part.type == "refusal" else "text"
     if sees and is_picture(part.type):
         return PICTURE
     if part.type != field:
@@ -634,7 +644,7 @@ async def read_chat(body: ChatRequest, pool: Pool) -> GenerationParams:
     rendering = body.rendering(asked, reading=reading, logprobs=bool(body.logprobs))
     last, newer, prefix = body.messages[-1], body.max_completion_tokens, ""
     if body.echo and last.role == "assistant":  # the message that the model continues
-        prefix = join_parts(last.content or "", "", may_refuse=True)
+        prefix = join_parts(last.content or "", "", last.role)
     return body.prompt_params(
         CHAT_NAMES if newer is None else CHAT_NAMES | {"max_new_tokens": "max_completion_tokens"},
         tokenizer.sampling_defaults,

@@ -1,7 +1,6 @@
 """Anthropic's Messages API: POST /v1/messages, and /v1/messages/count_tokens."""
 
 import contextlib
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -118,6 +117,7 @@ class InputBlock(Strict, extra="allow", json_schema_extra={"required": ["type", 
     id: str | None = optional("Of a `tool_use`, as a message had it.")
     name: str | None = optional("Of a `tool_use`: the tool.")
     input: dict[str, Any] | None = optional("Of a `tool_use`: the arguments.")
+    tool_name: str | None = optional("Of a `tool_reference`: the tool that a search found.")
     tool_use_id: str | None = optional("Of a `tool_result`: the call's `id`.")
     content: Any = optional("Of a `tool_result`: a text, or blocks.")
     thinking: str | None = optional("Of a `thinking` block: the reasoning.")
@@ -232,10 +232,6 @@ MESSAGE_NAMES = {
 }
 """Patterns of names of a chat's fields and parameters → what they are called here."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-BILLING_HEADER = re.compile(r"\Ax-anthropic-billing-header:[^\n]*(\n+|$)")
-"""What Claude Code begins its system prompt with: a line, or a block of its own, whose values change with
-each request.
-"""
 BLOCKS: TypeAdapter[list[InputBlock]] = TypeAdapter(Listed[InputBlock])
 
 NamedBlock = tuple[str, InputBlock]
@@ -345,7 +341,12 @@ def to_messages(body: CountTokensRequest) -> list[dict[str, Any]]:
     return messages
 
 
-NEEDED = {"text": ["text"], "tool_use": ["id", "name", "input"], "tool_result": ["tool_use_id"]}
+NEEDED = {
+    "text": ["text"],
+    "tool_use": ["id", "name", "input"],
+    "tool_result": ["tool_use_id"],
+    "tool_reference": ["tool_name"],
+}
 """Types of blocks → the fields that they must have."""
 ASSISTANTS = ("text", "thinking", "redacted_thinking", "tool_use")
 """Types of the blocks of an assistant's turn."""
@@ -364,14 +365,12 @@ def named_blocks(content: str | Sequence[InputBlock], name: str) -> list[NamedBl
 
 
 def system_text(blocks: Iterable[NamedBlock]) -> str:
-    """The text of a system prompt, without Claude Code's changing line, so that prompts have a common prefix.
-    Raises ApiError.
-    """
+    """The text of a system prompt. Raises ApiError."""
     texts = []
     for name, block in blocks:
         if block.type != "text":
             raise not_one_of(f"{name}.type", ["text"], block.type)
-        texts.append(BILLING_HEADER.sub("", block.text or ""))
+        texts.append(block.text)
     return "\n".join(text for text in texts if text)
 
 
@@ -432,6 +431,8 @@ def to_part(block: InputBlock, name: str) -> ChatPart:
     match block.type, source.get("type"):
         case "text", _:
             return {"type": "text", "text": block.text}
+        case "tool_reference", _:
+            return {"type": "text", "text": block.tool_name}
         case "document", "text":
             return {"type": "text", "text": text_of(source, "data", f"{name}.source")}
         case "image", "url":
@@ -442,7 +443,9 @@ def to_part(block: InputBlock, name: str) -> ChatPart:
         case ("image" | "document") as kind, _:
             allowed = ["base64", "url"] if kind == "image" else ["text"]
             raise not_one_of(f"{name}.source.type", allowed, source.get("type"))
-    raise not_one_of(f"{name}.type", ["text", "image", "document", "tool_result"], block.type)
+    raise not_one_of(
+        f"{name}.type", ["text", "image", "document", "tool_result", "tool_reference"], block.type
+    )
 
 
 def join_parts(parts: Iterable[ChatPart]) -> str | list[ChatPart]:

@@ -177,7 +177,7 @@ async def test_turns_of_one_role_are_one_and_blocks_are_lines(broker: Broker) ->
 
 
 async def test_claude_codes_changing_line_is_left_out_of_the_prompt(broker: Broker) -> None:
-    """As a block, as the first line of a text, and only there."""
+    """As a block, as the first line of a text, and only there; also where a proxy makes a chat of it."""
     block = {"type": "text", "text": "You are an agent."}
     systems: list[Any] = [
         [{"type": "text", "text": BILLING.format("aaaaa")}, block],
@@ -189,8 +189,21 @@ async def test_claude_codes_changing_line_is_left_out_of_the_prompt(broker: Brok
     async with answering(broker.url, Answer(ids(" one"))) as (worker, _, client):
         for system in (*systems, quoted):
             await ask(client, system=system)
-        *same, other = worker.prompts
-    assert len(set(same)) == 1 and "x-anthropic" not in same[0] and "cch=ddddd" in other
+        for system in (*systems, quoted):
+            messages = [{"role": "system", "content": system}, *BODY["messages"]]
+            await client.post("/v1/chat/completions", json={"messages": messages})
+    for *same, other in (worker.prompts[:5], worker.prompts[5:]):
+        assert len(set(same)) == 1 and "x-anthropic" not in same[0] and "cch=ddddd" in other
+
+
+async def test_a_tool_that_a_search_found_is_known_by_its_name(broker: Broker) -> None:
+    search = {"type": "tool_use", "id": "a", "name": "get_time", "input": {}}
+    found = {"type": "tool_reference", "tool_name": "mcp__sky__get_weather"}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [found]}
+    turns = [{"role": "assistant", "content": [search]}, {"role": "user", "content": [result]}]
+    async with answering(broker.url, Answer(ids(" one"))) as (worker, _, client):
+        await ask(client, messages=[*BODY["messages"], *turns])
+    assert "<|im_start|>user\nmcp__sky__get_weather<|im_end|>" in worker.prompts[0]
 
 
 async def test_tokens_are_counted_as_the_prompt_has_them(broker: Broker) -> None:

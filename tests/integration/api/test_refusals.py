@@ -58,7 +58,7 @@ CHAT: Rows = [
     ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
     ({"tools": [FUNCTION | {"type": "custom"}]}, "tools[0].type", "be 'function'. Given: 'custom'"),
     ({"tools": [FUNCTION, FUNCTION]}, "tools", "the name 'f' twice"),
-    ({"tools": [FUNCTION] * 129}, "tools", "at most 128 items"),
+    ({"tools": [FUNCTION] * 1025}, "tools", "at most 1024 items"),
     ({"tool_choice": "required"}, "tool_choice", "only allowed with `tools`"),
     ({"tools": [FUNCTION], "tool_choice": "g"}, "tool_choice", "names 'g', which is not among f"),
     ({"tools": [FUNCTION], "tool_choice": {"type": "x"}}, "tool_choice", "one of none, auto, required"),
@@ -187,6 +187,7 @@ NEVER = {"type": "json_schema", "schema": {"type": "array", "uniqueItems": True}
 MESSAGES: Rows = [
     *VARIABLES,
     (user([{"type": "text"}]), "messages[1].content[0].text", "is required"),
+    (user([{"type": "tool_reference"}]), "messages[1].content[0].tool_name", "is required"),
     (user([{"type": "video"}]), "messages[1].content[0].type", "must be one"),
     (user([FILE]), "source.type", ""),
     ({"system": [{"type": "image"}]}, "system[0].type", "must be one of text"),

@@ -83,6 +83,13 @@ def test_results_belong_to_their_calls() -> None:
     assert [one["role"] for one in older] == ["user", "assistant", "tool", "assistant", "tool"]
 
 
+def test_a_message_may_be_reasoning_alone() -> None:
+    """As an answer is that was cut within it."""
+    assert converted(assistant(reasoning_content="Hm"))[0]["content"] == ""
+    with pytest.raises(ApiError, match="content` is required"):
+        converted(assistant())
+
+
 # --- chat prompt prompt -------------------------------------------------------------------------------------
 
 FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}}
