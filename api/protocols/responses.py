@@ -156,8 +156,8 @@ class ResponsesRequest(ServedFields):
     chat_template_kwargs: dict[str, Any] | None = TEMPLATE_VARIABLES
     tools: Listed[dict[str, Any]] | None = optional(
         'Functions that the model may call: `{"type": "function", "name": …, "parameters": …}`. '
-        "Tools that only OpenAI's servers or models have (`web_search`, `namespace`, …) are left out of the "
-        "prompt.",
+        'Those of a `{"type": "namespace", "name": …, "tools": […]}` are called with its name, too. '
+        "Tools that only OpenAI's servers or models have (`web_search`, …) are left out of the prompt.",
         {"items": TOOL_SCHEMA},
         max_length=MAX_TOOLS,
     )
@@ -249,7 +249,9 @@ def read_item(given: Mapping[str, Any], name: str, request_id: str, i: int, sees
         case "message":
             return head | read_message(given, name, sees)
         case "function_call":
-            return head | {key: text_of(given, key, name) for key in ("call_id", "name", "arguments")}
+            of_namespace = ("namespace",) if given.get("namespace") is not None else ()
+            keys = ("call_id", *of_namespace, "name", "arguments")
+            return head | {key: text_of(given, key, name) for key in keys}
         case "function_call_output":
             output = given.get("output")
             if not isinstance(output, str):
@@ -438,6 +440,7 @@ class ResponseObjectRenderer(EventRenderer):
 
     Attributes:
         fields: as of `fields_of`.
+        called: functions of namespaces, as the model calls them → what an item says of them.
         num_shown: tokens whose log-probabilities were shown; others have not shown any text yet.
     """
 
@@ -448,6 +451,11 @@ class ResponseObjectRenderer(EventRenderer):
         self.fields = fields_of(answer)
         reasoning = "summary" if self.fields["reasoning"]["summary"] else "reasoning"
         self.kinds = {ContentDelta: MESSAGE, ReasoningDelta: reasoning, CallArguments: CALL}
+        self.called = {
+            flat_name(tool): {key: tool[key] for key in ("namespace", "name")}
+            for tool in flat_tools(self.fields["tools"]).values()
+            if tool.get("namespace") and "name" in tool
+        }
         self.num_shown = 0
 
     # --- events ---------------------------------------------------------------------------------------------
@@ -494,7 +502,8 @@ class ResponseObjectRenderer(EventRenderer):
             text = self.text_event(part, "done", text=part.text) | shown_logprobs(part, part.logprobs)
             done = [text, self.part_event(part, "done")]
         elif part.status == "completed":
-            done = [self.text_event(part, "done", name=part.call[1], arguments=part.text)]
+            name = self.shown_name(part)["name"]
+            done = [self.text_event(part, "done", name=name, arguments=part.text)]
         return [*done, self.item_event(part, "done", [content_of(part)])]
 
     def item_event(self, part: Part, what: str, content: list[Item]) -> Event:
@@ -517,11 +526,13 @@ class ResponseObjectRenderer(EventRenderer):
             case "message":
                 return head | {"content": content, "role": "assistant"}
             case "function_call":
-                call_id, name = part.call
-                return head | {"arguments": part.text, "call_id": call_id, "name": name}
+                return head | {"arguments": part.text, "call_id": part.call[0], **self.shown_name(part)}
         field = "content" if part.kind == "reasoning" else "summary"
         own = {"summary": [], "content": [], field: content}
         return head | {"type": "reasoning", **own, "encrypted_content": None}
+
+    def shown_name(self, call: Part) -> dict[str, str]:
+        return self.called.get(call.call[1], {"name": call.call[1]})
 
     def id_of(self, part: Part) -> str:
         return item_id(FORMS[part.kind].id_prefix, self.answer.request_id, part.index)
@@ -654,7 +665,7 @@ RESPONSE_NAMES = {
 
 BUILT_IN_TOOLS = (
     *("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
-    *("image_generation", "code_interpreter", "file_search", "mcp", "namespace", "tool_search", "custom"),
+    *("image_generation", "code_interpreter", "file_search", "mcp", "tool_search", "custom"),
     *("computer", "computer_use_preview", "local_shell", "shell", "apply_patch"),
 )
 """Types of tools that no model here can call: OpenAI's servers run them, or its models have learnt them.
@@ -685,17 +696,42 @@ def to_chat(body: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
     )
 
 
+def flat_name(called: Mapping[str, Any]) -> str:
+    """What the model calls a function by; those of a namespace have its name before their own."""
+    namespace = called.get("namespace")
+    return f"{namespace}__{called['name']}" if namespace else str(called["name"])
+
+
+def flat_tools(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The tools by their places; those of a namespace have its name as `namespace`. Raises ApiError."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for i, tool in enumerate(tools):
+        place = f"tools[{i}]"
+        if tool.get("type") != "namespace":
+            found[place] = tool
+            continue
+        name, inner = text_of(tool, "name", place), tool.get("tools")
+        if not isinstance(inner, list) or not all(isinstance(one, dict) for one in inner):
+            raise invalid(f"`{place}.tools` must be a list of tools")
+        found |= {f"{place}.tools[{j}]": {**one, "namespace": name} for j, one in enumerate(inner)}
+    if len(found) > MAX_TOOLS:
+        raise invalid(f"`tools` must have at most {MAX_TOOLS} tools, those of namespaces among them")
+    return found
+
+
 def to_functions(body: ResponsesRequest) -> list[FunctionSchema]:
     """The functions among the tools. Raises ApiError, also if another is forced."""
     functions = []
-    for i, tool in enumerate(body.tools or []):
-        name, kind = f"tools[{i}]", tool.get("type")
+    for name, tool in flat_tools(body.tools or []).items():
+        kind = tool.get("type")
         if kind in BUILT_IN_TOOLS:
             continue
         if kind != "function":
             words = f"must be function: no tool is built in. Given: {quoted(kind)}"
             raise invalid(f"`{name}.type` {words}")
         given = {key: tool[key] for key in ("name", "description", "parameters", "strict") if key in tool}
+        if isinstance(tool.get("name"), str):
+            given["name"] = flat_name(tool)
         try:
             functions.append(FunctionSchema.model_validate(given))
         except ValidationError as error:
@@ -719,7 +755,7 @@ def add_item(messages: list[dict[str, Any]], item: Item) -> None:
             content = chat_content(item["output"])
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
         case "function_call":
-            function = {"name": item["name"], "arguments": item["arguments"]}
+            function = {"name": flat_name(item), "arguments": item["arguments"]}
             call = {"id": item["call_id"], "type": "function", "function": function}
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})

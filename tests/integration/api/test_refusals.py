@@ -141,6 +141,12 @@ def said(role: str, *parts: object) -> dict[str, Any]:
 CALLED = {"type": "function_call", "name": "f", "arguments": "{}"}
 ANSWERED = {"type": "function_call_output", "call_id": "c", "output": 5}
 RESPONSES_TOOL = {"type": "function", "name": "get_time"}
+
+
+def in_namespace(**fields: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "namespace", "name": "n", **fields}]}
+
+
 SEARCH = {"type": "web_search", "external_web_access": False}
 RESPONSES: Rows = [
     *TIERS,
@@ -176,6 +182,12 @@ RESPONSES: Rows = [
     ({"tools": [RESPONSES_TOOL, SEARCH], "tool_choice": {"type": "web_search"}}, "tool_choice", ""),
     ({"tools": [SEARCH], "tool_choice": "required"}, "tool_choice", ""),
     ({"tools": [{"type": "function"}]}, "tools[0].name", ""),
+    (in_namespace(name=3, tools=[]), "tools[0].name", "must be a string"),
+    (in_namespace(tools={}), "tools[0].tools", "must be a list of tools"),
+    (in_namespace(tools=[{"type": "functoin"}]), "tools[0].tools[0].type", "must be function"),
+    (in_namespace(tools=[{"type": "function"}]), "tools[0].tools[0].name", ""),
+    (in_namespace(tools=[{"type": "function", "name": 5}]), "tools[0].tools[0].name", ""),
+    (in_namespace(tools=[RESPONSES_TOOL] * 1025), "tools", "at most 1024 tools"),
     ({"tools": [RESPONSES_TOOL], "tool_choice": {"type": "function", "name": "no"}}, "tool_choice", ""),
     ({"tool_choice": "required"}, "tool_choice", ""),
     ({"reasoning": {"effort": "vast"}}, "reasoning.effort", ""),

@@ -257,12 +257,6 @@ CODEX_TOOLS: list[dict[str, Any]] = [
     {"type": "web_search", "external_web_access": False},
     {"type": "image_generation", "output_format": "png"},
     {
-        "type": "namespace",
-        "name": "mcp__files",
-        "description": "",
-        "tools": [{"type": "function", "name": "read"}],
-    },
-    {
         "type": "custom",
         "name": "apply_patch",
         "format": {"type": "grammar", "syntax": "lark", "definition": ""},
@@ -365,6 +359,38 @@ async def test_calls_and_their_outputs_are_in_the_next_prompt(broker: Broker) ->
         "reasoning",
         "message",
     ]
+
+
+def in_namespace(*tools: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "namespace", "name": "mcp__sky", "description": "", "tools": [*tools]}
+
+
+async def test_functions_of_a_namespace_are_called_by_their_own_name_and_its(broker: Broker) -> None:
+    """So Codex knows the tool of which MCP server to run. The model calls them by one name, now and in the
+    next prompt.
+    """
+    weather, own = {"namespace": "mcp__sky", "name": "get_weather"}, {"name": "mcp__sky__get_weather"}
+    flat = CALLS.replace('"get_weather"', f'"{own["name"]}"')
+    spaces = [in_namespace(TOOLS[0], CODEX_TOOLS[-1]), TOOLS[1]]
+    async with answering(broker.url, Answer(ids(flat)), **HERMES) as (worker, _, client):
+        whole = await ask(client, tools=spaces)
+        events = read_events(await streamed(client, PATH, ASKED | {"tools": spaces}))
+        await ask(client, tools=[TOOLS[0] | own, TOOLS[1]])
+        question = {"role": "user", "content": BODY["input"]}
+        history = [[question, *whole["output"]], [question, *whole["output"]]]
+        history[1][2] = {key: value for key, value in history[1][2].items() if key != "namespace"} | own
+        for items in history:
+            await ask(client, tools=spaces, input=items)
+    for response in (whole, events[-1]["response"]):
+        _, call, other = response["output"]
+        assert call.items() >= weather.items() and "namespace" not in other
+        assert other["name"] == "get_time" and response["tools"] == spaces
+    items = [event["item"] for event in events if event.get("item", {}).get("call_id") == call["call_id"]]
+    assert [(one["namespace"], one["name"]) for one in items] == [(*weather.values(),)] * 2
+    done = [event["name"] for event in events if event["type"] == "response.function_call_arguments.done"]
+    assert done == ["get_weather", "get_time"]
+    first, _, as_one_name, turn, turn_as_one_name = worker.prompts
+    assert first == as_one_name and turn == turn_as_one_name and turn.count(own["name"]) == 2
 
 
 async def test_tools_that_no_model_here_can_call_are_left_out(broker: Broker) -> None:
