@@ -67,11 +67,11 @@ async def call_grammar(
     """
     must = is_required or any(tool.strict for tool in tools)  # whether a client relies on valid calls
     key = json.dumps([[tool.name, tool.parameters, tool.strict] for tool in tools])
-    check_size("tools", key)
     ids = tuple((mark, special_ids[mark]) for mark in form.marks if mark in special_ids)
     if not must and not form.writing(special_ids).mark:
         return ""  # nothing says where free text ends and a call begins
     try:
+        check_size("tools", key)
         return await run_apart("tools", compile_calls, form.name, key, ids, is_required, is_parallel)
     except ApiError:
         if must:

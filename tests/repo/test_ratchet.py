@@ -13,15 +13,15 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (12_591, 24_354),
+    "api": (12_637, 24_437),
     "batcher": (2_812, 4_847),
     "gpu_worker": (10_817, 20_535),
     "common": (3_741, 7_470),
     "deploy": (2_518, 4_366),
-    "tests": (29_850, 51_995),
+    "tests": (29_907, 52_119),
     "benchmarks": (2_561, 4_302),
 }
-MOST_WORDS_OF_DOCS = 21_982
+MOST_WORDS_OF_DOCS = 22_013
 SLACK = 0.01
 
 

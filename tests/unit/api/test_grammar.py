@@ -315,11 +315,25 @@ def accepts_after(source: str, text: str) -> bool:
     return bool(matcher.try_consume_tokens(tokens) == len(tokens))
 
 
-def test_nothing_is_forced_without_need_where_a_call_cannot_be_written() -> None:
-    spaced = Tool("f", {"type": "object", "properties": {"my name": {"type": "string"}}})
-    assert grammar("pythonic", ANY, {}, (spaced,)) == ""
-    with pytest.raises(ApiError, match="`properties/my name` is not supported"):
-        grammar("pythonic", ONE, {}, (spaced,))
+@pytest.mark.parametrize(
+    ("name", "schema", "words"),
+    [
+        (
+            "pythonic",
+            {"properties": {"my name": {"type": "string"}}},
+            "`properties/my name` is not supported",
+        ),
+        ("hermes", {"description": "a" * MAX_GRAMMAR_BYTES}, "`tools` must have at most"),
+    ],
+    ids=["no name in Python", "many tools"],
+)
+def test_nothing_is_forced_without_need_where_a_call_cannot_be_written(
+    name: str, schema: Mapping[str, Any], words: str
+) -> None:
+    tools = (Tool("f", {"type": "object", **schema}),)
+    assert grammar(name, ANY, {}, tools) == ""
+    with pytest.raises(ApiError, match=words):
+        grammar(name, ONE, {}, tools)
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "tgi"])
