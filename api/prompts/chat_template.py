@@ -434,9 +434,9 @@ class ChatTemplate:
 
     @cached_property
     def takes_later_system(self) -> bool:
-        """Whether later messages may be the system's, too."""
-        first, later = ({"role": "system", "content": content} for content in ("?", PROBE))
-        chat = [first, *probe_chat("?"), later, *probe_chat("?")]
+        """Whether later messages may be the system's, too; a template may count them as the assistant's."""
+        turns = [("system", "?"), ("user", "?"), ("system", PROBE), ("assistant", "?"), ("user", "?")]
+        chat = [{"role": role, "content": content} for role, content in turns]
         return PROBE in (self.tried(self.show, chat) or "")
 
     @cached_property

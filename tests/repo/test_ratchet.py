@@ -18,7 +18,7 @@ MOST = {  # statements, lines
     "gpu_worker": (10_817, 20_535),
     "common": (3_741, 7_470),
     "deploy": (2_518, 4_366),
-    "tests": (29_907, 52_119),
+    "tests": (29_907, 52_134),
     "benchmarks": (2_561, 4_302),
 }
 MOST_WORDS_OF_DOCS = 22_013

@@ -177,6 +177,12 @@ TURNS = FIRST.replace("[", raises("loop.previtem and loop.previtem.role == m.rol
         (FIRST, "s1 d2 u3 s4 u5 u6", "s1+2 u3+4 u5 u6"),
         (FIRST, "s1 u2 a3 t4 s5 d6 a7 s8", "s1 u2 a3 t4+5+6 a7 u8"),
         (TURNS, "s1 u2 u3 s4 u5 a6 s7 u8", "s1 u2+3+4+5 a6 u7+8"),
+        (
+            "{% set rest = messages[1:] if messages[0].role == 'system' else messages %}"
+            + PLAIN.source.replace("[", raises("(m.role == 'user') != (m in rest[::2])") + "[", 1),
+            "s1 u2 s3 a4 u5",
+            "s1 u2+3 a4 u5",
+        ),
         (raises("messages[0].role == 'system'") + TURNS, "s1 s2 u3 a4", "u1+2+3 a4"),
         (raises("messages[0].role == 'system'") + PLAIN.source, "s1 u2 s3 u4", "u1 u2+3 u4"),
         (
@@ -187,7 +193,16 @@ TURNS = FIRST.replace("[", raises("loop.previtem and loop.previtem.role == m.rol
             "d1+2 u3+4 a5",
         ),
     ],
-    ids=["anywhere", "first", "after results", "in turns", "never", "never, users in a row", "drops others"],
+    ids=[
+        "anywhere",
+        "first",
+        "after results",
+        "in turns",
+        "by count",
+        "never",
+        "never, users in a row",
+        "drops others",
+    ],
 )
 def test_what_system_and_users_say_is_where_the_template_takes_it(
     source: str, sent: str, expected: str
