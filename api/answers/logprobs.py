@@ -82,7 +82,7 @@ def completion_logprobs(
         "tokens": [token_name(stream, token_id, by_id) for token_id, _, _ in tokens],
         "token_logprobs": [None if logprob is None else finite(logprob) for _, logprob, _ in tokens],
         "top_logprobs": [
-            None if logprob is None else by_name(stream, (*top, (token_id, logprob)), by_id)
+            None if logprob is None else by_name(stream, [*top, (token_id, logprob)], by_id)
             for token_id, logprob, top in tokens
         ],
         "text_offset": offsets,

@@ -275,16 +275,13 @@ def reasoning_fields(body: CountTokensRequest) -> dict[str, Any]:
     """The chat's fields for `thinking`, `output_config.effort` and variables of the template; without them
     the model does as it is used to.
     """
-    thinking, effort = body.thinking, body.output_config.effort if body.output_config is not None else None
-    variables: dict[str, Any] = {}
+    thinking, variables = body.thinking, body.chat_template_kwargs or {}
+    effort: str | None = body.output_config.effort if body.output_config is not None else None
     if thinking is not None and thinking.type == "disabled":
         effort = "none"
     elif thinking is not None and effort is None:
-        variables = dict.fromkeys(REASONING_SWITCHES, True)
-    return {
-        "reasoning_effort": effort,
-        "chat_template_kwargs": variables | (body.chat_template_kwargs or {}),
-    }
+        variables = dict.fromkeys(REASONING_SWITCHES, True) | variables
+    return {"reasoning_effort": effort, "chat_template_kwargs": variables}
 
 
 # --- tools --------------------------------------------------------------------------------------------------

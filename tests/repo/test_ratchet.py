@@ -13,7 +13,7 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (12_637, 24_437),
+    "api": (12_637, 24_434),
     "batcher": (2_812, 4_847),
     "gpu_worker": (10_817, 20_535),
     "common": (3_741, 7_470),
