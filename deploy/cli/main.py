@@ -2,6 +2,7 @@
 its output cannot be written.
 """
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -24,6 +25,8 @@ def main(translate: Callable[[Sequence[str]], Sequence[str]] = list) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the exit
         if isinstance(error, BrokenPipeError):  # the reader of our output closed the pipe
             return CLOSED_PIPE

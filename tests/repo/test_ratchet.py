@@ -17,7 +17,7 @@ MOST = {  # statements, lines
     "batcher": (2_812, 4_847),
     "gpu_worker": (10_817, 20_535),
     "common": (3_741, 7_470),
-    "deploy": (2_518, 4_366),
+    "deploy": (2_521, 4_369),
     "tests": (29_907, 52_134),
     "benchmarks": (2_561, 4_302),
 }
