@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace.sampling import Decision
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-from common.settings.fields import SettingError
+from common.settings.fields import SettingError, hide_users
 from common.settings.settings import Settings
 from common.tracing import ENDPOINTS, Attributes, Kind, TraceSpan, ids_of
 
@@ -113,7 +113,7 @@ def make_exporter(endpoint: str | None) -> SpanExporter:
     except Exception as error:  # of a certificate, a header or a number in OpenTelemetry's variables
         raise SettingError("otlp_endpoint", f"the exporter of traces cannot start: {error}") from error
     shown = endpoint or next((value for name in ENDPOINTS if (value := os.environ.get(name))), "its default")
-    log.info("traces are sent to %s by %s", shown, protocol)
+    log.info("traces are sent to %s by %s", hide_users(shown), protocol)
     return exporter
 
 

@@ -47,6 +47,7 @@ from redis.exceptions import (
 from common.broker.lua import Argument, Reply, ScriptCall
 from common.process.event_loop import until_beat
 from common.process.logs import plural
+from common.settings.fields import hide_users
 from common.settings.settings import SettingError, Settings
 
 log = logging.getLogger(__name__)
@@ -281,7 +282,7 @@ def keepalive_options() -> dict[int, int]:
 
 def describe_error(error: BaseException) -> str:
     """Describe an error of the broker, or of the connection to it, in one line without passwords."""
-    text = re.sub(r"//\S*@", "//", " ".join(str(error).split()))[:200]
+    text = hide_users(" ".join(str(error).split()))[:200]
     if tls := re.search(r"Error 1 connecting to (\S+)\. .*(\[SSL: .*)", text):
         return f"no TLS with the broker, whose certificate ssl_ca_certs must trust ({tls[1]}: {tls[2]})"
     text = re.sub(

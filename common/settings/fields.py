@@ -38,6 +38,11 @@ UNSERVED_METHODS = {
 """Methods of TGI without transformers' quantizer → the reason why they are refused."""
 
 
+def hide_users(text: str) -> str:
+    """The text without the user and the password of a URL that begins it, or has a scheme."""
+    return re.sub(r"([\w+:]*//|^)\S*@", r"\1", text)
+
+
 class SettingError(Exception):
     """A setting that cannot be served. `str()` is the one line a person sees: the setting and the cause."""
 

@@ -18,6 +18,7 @@ from common.settings.fields import (
     AdapterSource,
     SettingError,
     SettingFields,
+    hide_users,
     key_of_secret,
     one_line_errors,
     read_adapters,
@@ -103,7 +104,8 @@ class Settings(SettingFields):
             except ValueError as error:
                 yield "webhook_secret", str(error)
         if self.otlp_endpoint and not ENDPOINT.fullmatch(self.otlp_endpoint):
-            yield "otlp_endpoint", f"{self.otlp_endpoint!r} is no URL as http://collector:4317 or https://…"
+            shown = hide_users(self.otlp_endpoint)
+            yield "otlp_endpoint", f"{shown!r} is no URL as http://collector:4317 or https://…"
         if self.worker_ttl_s < 2 * self.heartbeat_s:
             yield "worker_ttl_s", f"{self.worker_ttl_s} is less than twice HEARTBEAT_S ({self.heartbeat_s})"
         if None not in (self.sharded, self.num_shard) and self.sharded != (self.num_ranks != 1):

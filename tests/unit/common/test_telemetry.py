@@ -3,6 +3,7 @@ OtlpExporter: what a receiver of the real protocol gets, and what happens withou
 """
 
 import asyncio
+import logging
 import os
 import re
 import subprocess
@@ -326,6 +327,15 @@ def test_what_cannot_be_served_is_refused_by_name(
     monkeypatch.setenv(name, value)
     with pytest.raises(SettingError, match=what):
         make("http://127.0.0.1:1")
+
+
+def test_the_password_of_an_endpoint_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    make("http://me:secret@127.0.0.1:1").close()
+    assert "to http://127.0.0.1:1 by grpc" in caplog.text
+    for url in ("me:secret@127.0.0.1:1", "ftp://me:secret@127.0.0.1:1"):
+        with pytest.raises(SettingError, match=r"'(ftp://)?127\.0\.0\.1:1' is no URL"):
+            Settings.read([], {"OTLP_ENDPOINT": url})
 
 
 # --- tracing ------------------------------------------------------------------------------------------------
