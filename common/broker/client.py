@@ -105,6 +105,8 @@ def connect_to_primary(url: str, **options: Any) -> redis.asyncio.Redis:
         [read_address(host) for host in hosts.split(",")],
         sentinel_kwargs=shared | SENTINEL_TIMEOUTS | own | ({"ssl": True} if has_tls else {}),
     )
+    for watcher in watchers.sentinels:
+        watcher.connection_pool.connection_class = for_one_client(watcher.connection_pool.connection_class)
     primary: redis.asyncio.Redis = watchers.master_for(
         service, connection_pool_class=SentinelPool, ssl=has_tls, **given
     )
@@ -124,7 +126,9 @@ def connect(url: str, **options: Any) -> redis.asyncio.Redis:
 
     A command that has no reply within ANSWER_S raises TimeoutError; a vanished peer is noticed by TCP
     keep-alive within about 11 s. The client never repeats a command: callers retry, and scripts are safe to
-    repeat. With TLS the broker's certificate must be trusted and name its host.
+    repeat. With TLS the broker's certificate must be trusted and name its host. Each new connection reads the
+    files of the password and of TLS again, as they may have been replaced. Raises SettingError if that of the
+    password cannot be read now.
     """
     # a user needs no right to say which library this is
     defaults: dict[str, Any] = {
@@ -136,34 +140,38 @@ def connect(url: str, **options: Any) -> redis.asyncio.Redis:
         defaults |= {"socket_keepalive": True, "socket_keepalive_options": keepalive_options()}
     if url.startswith("rediss"):
         defaults["ssl_check_hostname"] = True
-    url, password = take_password(url)
+    url, password_file = take_password_file(url)
+    if password_file:
+        read_password(password_file)
     is_watched = url.partition("://")[0].lower() in SENTINEL_SCHEMES
     make_client = connect_to_primary if is_watched else redis.asyncio.Redis.from_url
-    client: redis.asyncio.Redis = make_client(url, **(defaults | password | options))
+    client: redis.asyncio.Redis = make_client(url, **(defaults | options))
     pool = client.connection_pool
     is_unix = pool.connection_class is UnixDomainSocketConnection
-    pool.connection_class = for_one_client(UnixConnection if is_unix else pool.connection_class)
+    pool.connection_class = for_one_client(
+        UnixConnection if is_unix else pool.connection_class, password_file
+    )
     return client
 
 
-def take_password(url: str) -> tuple[str, dict[str, str]]:
-    """Return a URL without its option `password_file`, and the password that the file has, if it names one.
-    Raises SettingError if the file cannot be read.
-    """
+def take_password_file(url: str) -> tuple[str, str]:
+    """Return a URL without its option `password_file`, and the path that this gives, or ""."""
     address, _, query = url.partition("?")
-    given = parse_qsl(query, keep_blank_values=True)
-    paths = [value for name, value in given if name == PASSWORD_FILE]
-    if not paths:
-        return url, {}
-    rest = urlencode([(name, value) for name, value in given if name != PASSWORD_FILE])
+    given = dict(parse_qsl(query, keep_blank_values=True))
+    path = given.pop(PASSWORD_FILE, "")
+    return (f"{address}?{urlencode(given)}" if path else url), path
+
+
+def read_password(path: str) -> str:
+    """Raises SettingError if the file cannot be read."""
     try:
-        password = Path(paths[-1]).read_text().strip()
+        password = Path(path).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         cause = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise SettingError("redis_url", f"cannot read {PASSWORD_FILE} {paths[-1]}: {cause}") from error
+        raise SettingError("redis_url", f"cannot read {PASSWORD_FILE} {path}: {cause}") from error
     if not password:
-        raise SettingError("redis_url", f"{PASSWORD_FILE} {paths[-1]} is empty")
-    return f"{address}?{rest}", {"password": password}
+        raise SettingError("redis_url", f"{PASSWORD_FILE} {path} is empty")
+    return password
 
 
 class UnixConnection(UnixDomainSocketConnection):
@@ -185,6 +193,7 @@ class BrokerConnection(AbstractConnection):
 
     Attributes:
         opened: the connections of its client.
+        password_file: path of the file that has the user's password, or "".
         num_due: replies that are still to come, or 1 for any number of them.
         num_silent: looks in a row at which one was to come, and nothing had come since the look before.
         gave_up: whether it was closed for that.
@@ -192,13 +201,24 @@ class BrokerConnection(AbstractConnection):
     """
 
     opened: WeakSet["BrokerConnection"]
+    password_file: str
     num_due = 0
     num_silent = 0
     gave_up = False
     before_look: Callable[[], None] | None = None
     next_look: asyncio.TimerHandle | None = None
 
+    async def connect(self) -> None:
+        if isinstance(self, SSLConnection):
+            self.ssl_context.context = None  # redis-py keeps that of the first attempt
+        await super().connect()  # type: ignore[no-untyped-call]
+
     async def on_connect(self) -> None:
+        if self.password_file:
+            try:
+                self.password = read_password(self.password_file)
+            except SettingError as error:
+                raise redis.exceptions.ConnectionError(str(error)) from error
         self.opened.add(self)
         self.gave_up = False
         if self.next_look is not None:
@@ -270,9 +290,10 @@ def look_again(found: ref[BrokerConnection]) -> None:
         look_later(connection)
 
 
-def for_one_client(kind: type[AbstractConnection]) -> type[BrokerConnection]:
+def for_one_client(kind: type[AbstractConnection], password_file: str = "") -> type[BrokerConnection]:
     """Return the class of one client's connections."""
-    return cast(type[BrokerConnection], type(kind.__name__, (BrokerConnection, kind), {"opened": WeakSet()}))
+    own = {"opened": WeakSet(), "password_file": password_file}
+    return cast(type[BrokerConnection], type(kind.__name__, (BrokerConnection, kind), own))
 
 
 def keepalive_options() -> dict[int, int]:
@@ -475,7 +496,7 @@ class FastConnection(asyncio.Protocol):
         Raises what connecting raises (`common.broker.client.ERRORS`).
         """
         connection: BrokerConnection = redis.connection_pool.make_connection()  # type: ignore[no-untyped-call]
-        await connection.connect()  # type: ignore[no-untyped-call]
+        await connection.connect()
         if connection.has_spoken:  # unasked, as with too many clients; redis-py's reader has it, or the end
             reply = await connection.read_response()
             connection._close()  # type: ignore[no-untyped-call]

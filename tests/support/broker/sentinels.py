@@ -31,8 +31,8 @@ def make_certificate(directory: Path, name: str = "127.0.0.1") -> tuple[Path, Pa
 
 
 @contextlib.asynccontextmanager
-async def tls_door(to: Path, certificate: Path, key: Path) -> AsyncIterator[int]:
-    """Open a port with TLS that leads to a Unix socket."""
+async def tls_door(to: Path, certificate: Path, key: Path, port: int = 0) -> AsyncIterator[int]:
+    """Open a port with TLS that leads to a Unix socket; `port`: 0 for any."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificate, key)
 
@@ -47,7 +47,7 @@ async def tls_door(to: Path, certificate: Path, key: Path) -> AsyncIterator[int]
         far_reader, far_writer = await asyncio.open_unix_connection(to)
         await asyncio.gather(copy(reader, far_writer), copy(far_reader, writer))
 
-    async with await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context) as server:
+    async with await asyncio.start_server(serve, "127.0.0.1", port, ssl=context) as server:
         yield server.sockets[0].getsockname()[1]
 
 

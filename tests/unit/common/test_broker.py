@@ -191,6 +191,14 @@ async def test_a_password_may_stand_in_a_file(tmp_path: Path) -> None:
         assert "refused user name or password" in await refusal(url)
         secret.write_text("c&rrect\n")
         await ask_broker(url)
+        async with connect(url) as client:
+            await client.config_set("requirepass", "rotated")
+            await client.connection_pool.disconnect()
+            secret.write_text("")
+            with pytest.raises(ConnectionError, match=f"password_file {secret} is empty"):
+                await client.ping()
+            secret.write_text("rotated\n")
+            assert await client.ping(), "a running process reads it at its next connect"
 
 
 # --- tls ----------------------------------------------------------------------------------------------------
@@ -225,6 +233,19 @@ async def test_a_certificate_of_another_host_is_called_that(broker: Broker, tmp_
         url = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificate}"
         assert "mismatch" in await refusal(url)
         await ask_broker(f"{url}&ssl_check_hostname=no")
+
+
+@pytest.mark.parametrize("url", ["rediss://127.0.0.1:{}/0", "rediss+sentinel://127.0.0.1:{}/fleet"])
+async def test_a_certificate_that_is_replaced_is_read_at_the_next_connect(
+    url: str, broker: Broker, tmp_path: Path
+) -> None:
+    port = free_port()
+    client = connect(url.format(port) + f"?ssl_ca_certs={make_certificate(tmp_path)[0]}")
+    for _ in range(2):
+        async with tls_door(broker.socket_path, *make_certificate(tmp_path), port):
+            with contextlib.suppress(ResponseError):  # a broker is no sentinel
+                assert await client.ping()
+            await client.aclose()
 
 
 # --- fast client --------------------------------------------------------------------------------------------
