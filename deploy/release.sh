@@ -1,7 +1,7 @@
 #!/bin/sh
 # What a release is made of (.github/workflows/release.yml).
 #   release.sh version TAG     prints version=X, if the tag is that of pyproject.toml's version
-#   release.sh files FOLDER    makes the wheel, and the archive of the stack: docker-compose.yml, what it mounts, and a file .env that names
+#   release.sh files FOLDER    makes the wheel, and the archive of the stack: docker-compose.yml, what it mounts or may be given, and a file .env that names
 #                              the images of this version under REGISTRY (default: ghcr.io and the owner of the repository)
 set -eu
 cd "$(dirname "$0")/.."
@@ -24,7 +24,7 @@ case ${1:-} in
         mkdir -p "$place/$stack/deploy"
         cp docker-compose.yml LICENSE "$place/$stack/"
         cp -R deploy/Caddyfile deploy/grafana deploy/prometheus deploy/redis_entry.sh deploy/redis_admin.sh deploy/make_secrets.sh \
-            deploy/users.acl "$place/$stack/deploy/"
+            deploy/users.acl deploy/several_machines.yml "$place/$stack/deploy/"
         for image in TOKENFLEET_IMAGE=tokenfleet TOKENFLEET_WORKER_IMAGE=tokenfleet-worker TOKENFLEET_WORKER_CPU_IMAGE=tokenfleet-worker-cpu; do
             echo "${image%%=*}=$registry/${image#*=}:$version"
         done >"$place/$stack/.env"

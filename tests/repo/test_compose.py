@@ -6,6 +6,7 @@ Prometheus' and Grafana's files: they are valid, and ask for nothing that is not
 Redis: at SIGTERM a fleet that drains may finish, and nobody else is waited for.
 """
 
+import http.server
 import json
 import os
 import re
@@ -14,10 +15,11 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -45,6 +47,8 @@ ROOT = Path(__file__).parents[2]
 DEPLOYED = {"NNODES": "2", "NODE_RANK": "1", "NUM_SHARD": "16", "MASTER_ADDR": "10.0.0.1"}
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES = COMPOSE["services"]
+yaml.SafeLoader.add_constructor("!reset", lambda *_: None)
+OVERRIDE = yaml.safe_load((ROOT / "deploy/several_machines.yml").read_text())["services"]
 OURS = {"api", "batcher", "gpu_worker", "cpu_worker"}
 FILES = ["deploy/Dockerfile", "deploy/Dockerfile.worker"]
 FIXED = {
@@ -61,6 +65,7 @@ def test_services_of_the_compose_file() -> None:
         "gpu_worker": ["gpu"],
         "cpu_worker": ["cpu"],
     }
+    assert COMPOSE["name"] == "tokenfleet", "the next release's folder has another name"
     assert "redis:/data" in SERVICES["redis"]["volumes"] and "--appendonly" in SERVICES["redis"]["command"]
     for name in OURS:
         assert (ROOT / SERVICES[name]["build"]["dockerfile"]).exists()
@@ -86,6 +91,22 @@ def test_who_may_ask_without_a_key_is_on_this_machine() -> None:
     assert rendered(both) == ":3000:3000 http://localhost:3000"
     assert rendered(both, DOMAIN="a.io", PORT="443") == "0.0.0.0:443:30001 https://a.io:443"
     assert rendered(both, PROXY_ADDRESS="10.0.0.5").startswith("10.0.0.5:3000:3000 ")
+
+
+def test_health_is_asked_without_the_proxy_of_the_environment(tmp_path: Path) -> None:
+    """Docker gives HTTP_PROXY of its own configuration to every container."""
+    (tmp_path / "readyz").touch()
+    tests = [service["healthcheck"]["test"] for service in [*SERVICES.values(), OVERRIDE["gpu_worker"]]]
+    programs = {words[-1] for words in tests if words[1] == "python"}
+    environ = os.environ | {"http_proxy": f"http://127.0.0.1:{free_port()}", "no_proxy": ""}
+    assert len(programs) == 3
+    handler = partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for program in programs:
+            asked = re.sub(r":\d+/", f":{server.server_port}/", program)
+            subprocess.run([sys.executable, "-c", asked], env=environ, check=True)
+        server.shutdown()
 
 
 def test_every_service_is_confined() -> None:
@@ -137,6 +158,7 @@ def test_passwords_are_made_once_and_for_their_owner(tmp_path: Path) -> None:
 def test_the_proxy_passes_on_what_is_public() -> None:
     """Routes of `api/admin` are not, but for health and the page, which says so."""
     caddyfile = (ROOT / "deploy/Caddyfile").read_text()
+    assert "protocols h1 h2\n" in caddyfile, "no port of UDP is published for HTTP/3"
     [listed] = re.findall(r"@internal path (.*)", caddyfile)
     assert f"header_up {HIDES_FLEET} 1" in caddyfile.lower()
     for router in (router for _, routers in ROUTERS for router in routers):
@@ -244,21 +266,19 @@ def test_tgi_s_image_has_an_init() -> None:
 
 
 def test_the_override_for_two_machines_changes_services_and_settings_that_exist() -> None:
-    yaml.SafeLoader.add_constructor("!reset", lambda *_: None)
-    override = yaml.safe_load((ROOT / "deploy/several_machines.yml").read_text())
-    assert override["services"].keys() <= COMPOSE["services"].keys()
-    worker, broker = ({**SERVICES[name], **override["services"][name]} for name in ("gpu_worker", "redis"))
+    assert OVERRIDE.keys() <= SERVICES.keys()
+    worker, broker = ({**SERVICES[name], **OVERRIDE[name]} for name in ("gpu_worker", "redis"))
     assert worker["network_mode"] == "host" and not worker["networks"], "Compose refuses both"
     assert broker["ports"] and "watched" in broker["networks"], "an internal network publishes no port"
     environ = {
         name: re.sub(r"\$\{(\w+):.*\}", lambda match: DEPLOYED[match[1]], value)
-        for name, value in override["services"]["gpu_worker"]["environment"].items()
+        for name, value in OVERRIDE["gpu_worker"]["environment"].items()
     }
     own, overridden = (urlsplit(one["REDIS_URL"]) for one in (SERVICES["gpu_worker"]["environment"], environ))
     assert overridden == own._replace(netloc="worker@127.0.0.1:6379")
     settings = Settings.read([], environ)
     assert [info.rank for info in machine_ranks(settings, 16)] == [*range(8, 16)]
-    assert f":{settings.metrics_port}/" in override["services"]["gpu_worker"]["healthcheck"]["test"][-1]
+    assert f":{settings.metrics_port}/" in OVERRIDE["gpu_worker"]["healthcheck"]["test"][-1]
 
 
 # --- dashboards ---------------------------------------------------------------------------------------------

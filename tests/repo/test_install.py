@@ -339,6 +339,8 @@ def test_the_stack_starts_from_its_archive(files: Path, tmp_path: Path) -> None:
     assert len(mounted) > 5
     assert {path for path in mounted if not (folder / path).exists()} == set()
     assert (folder / "deploy/make_secrets.sh").exists()
+    asked = re.findall(r"-f (\S+\.yml)", (ROOT / "docs/deploying.md").read_text())
+    assert len(asked) == 2 and all((folder / path).exists() for path in asked)
     images = dict(line.split("=") for line in (folder / ".env").read_text().splitlines())
     ours = {service["image"] for service in COMPOSE["services"].values() if "build" in service}
     assert {f"${{{name}:-{image.split('/')[-1].split(':')[0]}}}" for name, image in images.items()} == ours

@@ -33,7 +33,7 @@ class Runbook:
 
     def type(self, number: int, **names: str) -> str:
         """Run the section's command of this number, with names in place of its words. Returns its output."""
-        known = {"PROFILE": "cpu", "PROJECT": self.stack.project, "N+1": "2", "=N ": "=1 "}
+        known = {"PROFILE": "cpu", "tokenfleet_": f"{self.stack.project}_", "N+1": "2", "=N ": "=1 "}
         command = self.commands[number] + " "
         for word, name in (known | names).items():
             command = command.replace(word, name)
