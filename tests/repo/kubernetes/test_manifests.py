@@ -1,5 +1,6 @@
 """What the overlays of deploy/kubernetes render: valid, restricted, and in step with compose and settings."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from common.settings.fields import SettingFields
 from common.settings.settings import Settings
 from deploy.launcher.launcher import LAST_WORDS_S
 from tests.support.kubernetes.manifests import (
+    FOLDER,
     OVERLAYS,
     SETTINGS,
     Manifest,
@@ -27,6 +29,7 @@ from tests.support.kubernetes.manifests import (
 
 ROOT = Path(__file__).parents[3]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+KUBERNETES_PAGE = (ROOT / "docs/kubernetes.md").read_text()
 SERVICES = {"gateway": "api", "batcher": "batcher", "redis": "redis"}
 """Container → the service of docker-compose.yml."""
 CUSTOM = ("ScaledObject", "LeaderWorkerSet")
@@ -140,8 +143,7 @@ def test_secrets_are_references_to_one_secret(manifests: list[Manifest]) -> None
             found.setdefault(reference["key"], set()).add(name)
     assert found.keys() == SECRETS
     assert found["API_KEY"] == {"gateway"} and found["REDIS_PASSWORD"] == {"redis"}
-    page = (ROOT / "docs/kubernetes.md").read_text()
-    assert all(f"--from-literal={key}=" in page for key in SECRETS)
+    assert all(f"--from-literal={key}=" in KUBERNETES_PAGE for key in SECRETS)
 
 
 def without_pairs(words: list[str], *options: str) -> list[str]:
@@ -226,8 +228,19 @@ def test_only_our_pods_reach_redis_and_only_clients_reach_gateways(manifests: li
     )
 
 
-def test_the_scaler_reads_metrics_that_exist_from_a_service_that_exists() -> None:
-    manifests = rendered("keda")
+def test_the_scaler_reads_metrics_that_exist_from_a_service_that_exists(tmp_path: Path) -> None:
+    check_scaler(rendered("keda"))
+    [lines] = re.findall("^replacements:.*?(?=^```)", KUBERNETES_PAGE, re.DOTALL | re.MULTILINE)
+    own = {"namespace": "other", "resources": [os.path.relpath(FOLDER / "overlays/keda", tmp_path)]}
+    literals = {"name": SETTINGS, "behavior": "merge", "literals": ["POOL=b"]}
+    overlay = own | yaml.safe_load(lines) | {"configMapGenerator": [literals]}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    manifests = rendered(str(tmp_path))
+    assert settings_of(manifests)["POOL"] == "b"
+    check_scaler(manifests)
+
+
+def check_scaler(manifests: list[Manifest]) -> None:
     [scaler] = of_kind(manifests, "ScaledObject")
     workers = named(manifests)["Deployment", scaler["spec"]["scaleTargetRef"]["name"]]
     assert "replicas" not in workers["spec"], "an apply would take workers away"
