@@ -55,7 +55,7 @@ CAUSES = {
     "total": "there are as many as there may be; the oldest idle one is closed",
     "reserved": f"{NUM_RESERVED} beyond the limit wait for health or metrics",
     "head": "a client took longer than 20 s for the head of a request",
-    "body": "a client took longer than 60 s for the body of a request",
+    "body": "a client took longer than 60 s for a MiB of the body of a request",
     "size": "the head of a request was longer than 64 KiB, or had too many fields",
     "drain": "a client went on sending a request that was answered already",
     "protocol": "a client sent what is no HTTP, or not served",

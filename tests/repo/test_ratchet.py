@@ -16,12 +16,12 @@ MOST = {  # statements, lines
     "api": (12_637, 24_434),
     "batcher": (2_812, 4_847),
     "gpu_worker": (10_817, 20_535),
-    "common": (3_741, 7_470),
+    "common": (3_758, 7_499),
     "deploy": (2_521, 4_369),
-    "tests": (29_907, 52_134),
+    "tests": (29_964, 52_207),
     "benchmarks": (2_561, 4_302),
 }
-MOST_WORDS_OF_DOCS = 22_013
+MOST_WORDS_OF_DOCS = 22_036
 SLACK = 0.01
 
 

@@ -91,6 +91,13 @@ def test_every_flag_mentioned_exists() -> None:
     assert named - ours - of_tools - FLAGS_OF_COMMANDS == {"acl"}
 
 
+def test_what_the_changelog_adds_is_not_refused() -> None:
+    """It is published as the notes of a release."""
+    added = (ROOT / "CHANGELOG.md").read_text().partition("### Added")[2].replace("-", "_").upper()
+    refused = {name.upper() for name, option in OPTIONS.items() if option.answer == "none" and "_" in name}
+    assert refused & set(re.findall(r"[A-Z_]+", added.replace("__", " "))) == set()
+
+
 def test_every_link_has_a_target() -> None:
     """A link leads to a page, and to its heading if it names one."""
     for page in PAGES:
