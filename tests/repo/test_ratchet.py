@@ -21,7 +21,7 @@ MOST = {  # statements, lines
     "tests": (29_964, 52_207),
     "benchmarks": (2_561, 4_302),
 }
-MOST_WORDS_OF_DOCS = 22_036
+MOST_WORDS_OF_DOCS = 21_994
 SLACK = 0.01
 
 
