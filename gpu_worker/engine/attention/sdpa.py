@@ -147,7 +147,7 @@ class SdpaBackend(AttentionBackend):
             )
             output = torch.bmm(weights, values).view(tile.rows, query.shape[1], -1, value.shape[-1])
             outputs.append(output.transpose(1, 2).flatten(0, 1))
-        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
+        return (outputs[0].contiguous() if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
 
     def attend_whole(
         self, spec: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
