@@ -57,7 +57,7 @@ def scale_floats(values: torch.Tensor, scales: torch.Tensor, part: tuple[int, in
     table = table.repeat_interleave(part[0], 0)[: len(values)]
     size = inputs if table.shape[1] == 1 else math.gcd(part[1], LARGEST_BLOCK)
     if table.shape[1] == 1 or (inputs % part[1] == 0 and size >= SMALLEST_BLOCK):
-        return Blocks(values, table.repeat_interleave(max(1, part[1] // size), 1), None)
+        return Blocks(values, table.repeat_interleave(min(inputs, part[1]) // size, 1), None)
     return values.float() * table.repeat_interleave(part[1], 1)[:, :inputs]
 
 

@@ -14,13 +14,14 @@ from gpu_worker.engine.quantization.blocks import LARGEST_BLOCK, Blocks
 from gpu_worker.engine.quantization.checkpoint import (
     find_packed,
     read_bnb4,
+    read_fp8,
     read_tensors,
     refuse_compressed,
     widen,
 )
 from gpu_worker.protocol import UnservableModel
 from tests.support.engine import quantized_models
-from tests.support.engine.quantized_models import FORMATS, bnb4
+from tests.support.engine.quantized_models import FORMATS, bnb4, fp8
 
 
 def test_blocks_of_several_sizes_are_refused() -> None:
@@ -88,4 +89,12 @@ def test_blocks_of_bitsandbytes_are_as_large_as_kernels_take(size: int) -> None:
     fields, weight = bnb4(nested=False, size=size)(torch.randn(16, 4096))
     blocks = read_bnb4(fields, {})
     assert isinstance(blocks, Blocks) and blocks.size == min(size, LARGEST_BLOCK)
+    assert torch.equal(widen(blocks), weight)
+
+
+@pytest.mark.parametrize("inputs", [24, 40, 128, 384])
+def test_blocks_of_floats_may_be_wider_than_the_weights(inputs: int) -> None:
+    fields, weight = fp8(128, 128)(torch.randn(256, inputs))
+    blocks = read_fp8(fields, {"weight_block_size": [128, 128]})
+    assert isinstance(blocks, Blocks) and blocks.size == min(inputs, LARGEST_BLOCK)
     assert torch.equal(widen(blocks), weight)
