@@ -103,6 +103,8 @@ def find_targets(model: Any, shards: Mapping[str, TensorShards], rank: int) -> d
         size = size_of(module, embedding)
         if size is None or name in absorbed or ".experts." in name or name.startswith(mixers):
             continue
+        if type(module).__name__.endswith("Router"):  # Phi-MoE's, a linear layer that returns more
+            continue
         is_embedding, sizes, own = module is embedding, [*size], [[(0, features)] for features in size]
         if split := shards.get(f"{name}.weight"):
             dim = (split.dim == 1) == is_embedding  # the weights of an embedding are [ids, features]

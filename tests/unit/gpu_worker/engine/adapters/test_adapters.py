@@ -67,6 +67,20 @@ def test_ids_of_rows_of_many_adapters_equal_those_of_merged_models(
     check_adapters(engine, model, folders, ["", *ADAPTERS])
 
 
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [("Falcon", ["query_key_value", "dense"]), ("Phi-MoE-longrope", ["q_proj", "v_proj"])],
+)
+def test_linear_layers_of_a_familys_own_take_adapters_and_its_routers_do_not(
+    family: str, layers: list[str], tmp_path: Path
+) -> None:
+    model = tiny_models.save(tmp_path / "model", *tiny_models.FAMILIES[family])
+    adapter = save_adapter(model, tmp_path / "own", 1, target_modules=layers)
+    engine = engine_of(tmp_path / "model")
+    load_adapters(engine, {"own": adapter})
+    assert play_named(engine, {1: "own"})[1] == ids_of(model, adapter) != ids_of(model, None)
+
+
 @pytest.mark.slow
 def test_an_adapter_of_a_quantised_model_is_added_to_its_products(tmp_path: Path) -> None:
     model = save_quantised(tmp_path / "model", awq, AWQ)
