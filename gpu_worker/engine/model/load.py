@@ -19,7 +19,7 @@ from common.process import machine
 from common.process.logs import plural
 from common.rank import RankInfo
 from common.settings.settings import SettingError, Settings
-from gpu_worker.engine.attention.backend import FLOATS8, Geometry
+from gpu_worker.engine.attention.backend import FLOATS8, NAME, Geometry
 from gpu_worker.engine.attention.choose import choose_backend
 from gpu_worker.engine.attention.cpu_paged import CpuPagedBackend
 from gpu_worker.engine.cpu.fused_layer import fuse_layers, num_trial_blocks
@@ -118,9 +118,11 @@ def read_model(context: LoadContext) -> LoadedModel:
             raise UnservableModel(f"{deep} (PIPELINE_PARALLEL_SIZE)")
         for change in PASSES:
             change(model, context)
-    except KeyError as error:  # model code that looks attention up in a table of its own
-        cause = UnservableModel(f"the attention of {kind} cannot be replaced")
-        raise cannot_serve(settings.model_id, cause) from error
+    except KeyError as error:
+        cause = f"the code of {kind} fails: {error!r}"
+        if error.args == (NAME,):  # it looks attention up in a table of its own
+            cause = f"the attention of {kind} cannot be replaced"
+        raise cannot_serve(settings.model_id, UnservableModel(cause)) from error
     except (UnservableModel, ValueError, OSError) as error:
         raise cannot_serve(settings.model_id, error) from error
     return assemble(model, context)

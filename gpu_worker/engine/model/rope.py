@@ -23,7 +23,8 @@ class PerTokenRope:
     Some modules have a type of their own for each type of layer: then only those that need it are computed
     here.
 
-    Tensors: states x [1, tokens, hidden] of the model's dtype, position_ids int64 [1, tokens].
+    Tensors: states x [1, tokens, hidden] of the model's dtype, position_ids int64 [1, tokens]; Qwen3.5 gives
+    them three times, [3, 1, tokens], for axes of pictures, which it is not shown.
 
     Attributes:
         lengths: int64 [tokens], as in batch/inputs.py; set before each forward.
@@ -51,6 +52,7 @@ class PerTokenRope:
         """→ cosines and sines, each [1, tokens, dim] of the module's dtype; complex numbers [1, tokens, dim]
         where the module gives these (DeepSeek-V2)
         """
+        position_ids = position_ids[0] if position_ids.dim() == 3 else position_ids
         kind = self.types.get(layer_type)
         if kind is None:
             return self.plain_forward(self.module, x, position_ids, **options_of(layer_type))  # type: ignore[no-any-return]

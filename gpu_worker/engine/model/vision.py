@@ -7,12 +7,11 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText
 
-from common.settings.settings import Settings
 from gpu_worker.engine.model.model import LoadedModel
+from gpu_worker.engine.model.rope import BY_LENGTH
 from gpu_worker.engine.model.warmup import fastest_ms
 from gpu_worker.engine.model.weights import (
     ModelSource,
@@ -54,7 +53,7 @@ def load_tower(source: ModelSource, is_first: bool) -> VisionTower | None:
     if make_family is None or not any((path / name).exists() for name in PROCESSOR_FILES):
         return None
     family = make_family(config)
-    if reason := blind_because(family, settings, device):
+    if reason := blind_because(family, source):
         log.warning("%s is served for text only: %s", settings.model_id, reason)
         return None
     try:
@@ -67,9 +66,9 @@ def load_tower(source: ModelSource, is_first: bool) -> VisionTower | None:
     return VisionTower(model, processor, family, placeholder_id, hidden_size, device, source.dtype)
 
 
-def blind_because(family: PictureFamily, settings: Settings, device: torch.device) -> str:
+def blind_because(family: PictureFamily, source: ModelSource) -> str:
     """Why pictures cannot be shown to a model that sees; empty if they can."""
-    is_cuda = device.type == "cuda"
+    settings, is_cuda = source.settings, source.device.type == "cuda"
     window = getattr(family.config.get_text_config(), "sliding_window", None)
     return first_cause(
         (is_cuda and settings.deterministic, "DETERMINISTIC on CUDA computes steps of token ids alone"),
@@ -80,6 +79,10 @@ def blind_because(family: PictureFamily, settings: Settings, device: torch.devic
         (
             window and family.block_tokens > window,
             "its pictures are seen as one, and are longer than its window",
+        ),
+        (
+            family.mrope_axes and source.config.rope_parameters.get("rope_type") in BY_LENGTH,
+            "its rotary frequencies depend on the length, and a picture has fewer positions than tokens",
         ),
     )
 

@@ -172,6 +172,8 @@ def stretch_rope(config: Any, kind: str, factor: float) -> None:
     rope = getattr(config, "rope_parameters", None)
     if not isinstance(rope, dict) or rope.get("rope_type") != "default":
         raise SettingError("rope_factor", f"{config.model_type} has no plain rotary positions to stretch")
+    if getattr(config, "head_dim", 0) is None:  # transformers computes `dynamic` with it
+        config.head_dim = config.hidden_size // config.num_attention_heads
     config.rope_parameters = rope | {"rope_type": kind, "factor": factor}
 
 

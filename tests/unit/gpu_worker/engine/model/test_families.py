@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig
 
 from common.messages.request import BeamParams
 from common.model_files import starting_ids
 from tests.support.engine import quantized_models, tiny_models
 from tests.support.engine.batch_player import player
+from tests.support.engine.pictures import models as pictures
 from tests.support.engine.quantized_models import FORMATS, rounded
 from tests.support.engine.tiny_engine import (
     MANY_NEW_TOKENS,
@@ -23,7 +24,7 @@ from tests.support.engine.tiny_engine import (
     engine_of,
     prompts,
 )
-from tests.support.engine.tiny_models import ENCODER_DECODERS, FAMILIES, HYBRIDS, LLAMA
+from tests.support.engine.tiny_models import ENCODER_DECODERS, FAMILIES, HYBRIDS
 
 MOST_REPEATED = 0.625
 """Of the ids of an answer; others prove little."""
@@ -53,18 +54,28 @@ def at_load(method: str, name: str) -> Case:
     return make, {"quantize": method}
 
 
-def stretched(kind: str, **settings: Any) -> Case:
+def stretched(kind: str, name: str = "Llama", **settings: Any) -> Case:
     """Prompts are longer than the model was trained for."""
 
     def make(folder: Path) -> Any:
-        tiny_models.save(folder, "Llama", LLAMA | {"max_position_embeddings": 64})
-        config: LlamaConfig = AutoConfig.from_pretrained(folder)
-        config.rope_parameters |= {"rope_type": kind, "factor": 2.0}  # type: ignore[operator]
-        return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
+        short = {"max_position_embeddings": 64}
+        if name in pictures.FAMILIES:
+            model = pictures.save(folder, name, short).model
+        else:
+            model = tiny_models.save(folder, MODELS[name][0], MODELS[name][1] | short)
+        config = AutoConfig.from_pretrained(folder)
+        text = config.get_text_config()
+        text.rope_parameters |= {"rope_type": kind, "factor": 2.0}
+        text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return type(model).from_pretrained(folder, config=config, dtype=torch.float32)
 
     return make, settings | {"rope_factor": 2.0}
 
 
+DYNAMIC = ("Mixtral", "Qwen3.5", "Qwen2-VL")
+"""A config without the size of heads, positions that are given three times, and a model that sees, which is
+served for text alone then.
+"""
 MODELS = FAMILIES | ENCODER_DECODERS | HYBRIDS
 CASES: dict[str, Case] = {
     **{name: family(name) for name in MODELS},
@@ -73,12 +84,12 @@ CASES: dict[str, Case] = {
     **{method: at_load(method, "Llama-tied") for method in ("bitsandbytes-fp4", "eetq")},
     "fp8": at_load("fp8", "Mixtral"),
     "linear": stretched("linear"),
-    "dynamic": stretched("dynamic", rope_scaling="dynamic"),
+    **{f"dynamic {name}": stretched("dynamic", name, rope_scaling="dynamic") for name in DYNAMIC},
 }
 QUICK = (
     *("Llama-longrope", "Qwen3-MoE", "Gemma2", "GPT2", "DeepSeek-V3", "gpt-oss", "BART-forced"),
     *("LFM2", "Mamba2", "gptq-desc_act", "fp8-blocks", "bitsandbytes-4-nested", "gptq experts"),
-    *("bitsandbytes-fp4", "eetq", "fp8", "linear", "dynamic"),
+    *("bitsandbytes-fp4", "eetq", "fp8", "linear", *(f"dynamic {name}" for name in DYNAMIC)),
 )
 
 
