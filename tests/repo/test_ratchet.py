@@ -15,13 +15,13 @@ from tests.support.source_tree import ROOT, parse
 MOST = {  # statements, lines
     "api": (12_637, 24_434),
     "batcher": (2_812, 4_847),
-    "gpu_worker": (10_817, 20_535),
+    "gpu_worker": (10_826, 20_553),
     "common": (3_758, 7_499),
     "deploy": (2_521, 4_369),
-    "tests": (29_964, 52_207),
+    "tests": (29_995, 52_283),
     "benchmarks": (2_561, 4_302),
 }
-MOST_WORDS_OF_DOCS = 21_994
+MOST_WORDS_OF_DOCS = 21_997
 SLACK = 0.01
 
 

@@ -11,6 +11,7 @@ the others its own. So an encoder-decoder row needs as many blocks as any other 
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,6 @@ from transformers import AutoModelForSeq2SeqLM
 
 from common import model_files
 from common.settings.settings import SettingError
-from gpu_worker.engine.attention import backend
 from gpu_worker.engine.attention.backend import ENCODED, Geometry, LayerSpec, write_kv
 from gpu_worker.engine.attention.sdpa import SdpaBackend
 from gpu_worker.engine.batch.inputs import Inputs, RowTable, positions_of, to_device
@@ -28,7 +28,8 @@ from gpu_worker.engine.batch.row import RowSlice, StepSlices
 from gpu_worker.engine.batch.step_result import Int32, Int64
 from gpu_worker.engine.cpu.packed_linear import PackedLinear, pack_linears
 from gpu_worker.engine.model.model import LoadContext, LoadedModel
-from gpu_worker.protocol import UnservableModel
+from gpu_worker.engine.model.weights import check_files, load_pretrained, quantization_of
+from gpu_worker.protocol import UnservableModel, refuse
 
 
 class ModuleNames(NamedTuple):
@@ -191,10 +192,9 @@ def load(source: LoadContext, block_size: int) -> EncoderDecoderModel:
     """Load a model, still without a cache. Raises SettingError, UnservableModel."""
     path, config, device, dtype = source.path, source.config, source.device, source.dtype
     check(source)
-    model = AutoModelForSeq2SeqLM.from_pretrained(
-        path, config=config, dtype=dtype, attn_implementation=backend.NAME
-    )
-    model.eval()
+    check_files(path, source.settings.model_id, is_plain=True)
+    read = partial(AutoModelForSeq2SeqLM.from_pretrained, path, config=config)
+    model = load_pretrained(read, source.settings, dtype=dtype)
     if device.type == "cpu":
         pack_linears(model)
         hide_weights(model)
@@ -242,9 +242,12 @@ def load(source: LoadContext, block_size: int) -> EncoderDecoderModel:
 def check(source: LoadContext) -> None:
     """Refuse what such a model cannot be combined with. Raises SettingError, UnservableModel."""
     settings, config = source.settings, source.config
-    if config.model_type not in FAMILIES:
-        served = ", ".join(FAMILIES)
-        raise UnservableModel(f"is an encoder-decoder model of type {config.model_type}; served are {served}")
+    kind = f"is an encoder-decoder model of type {config.model_type}"
+    refuse(
+        UnservableModel,
+        (config.model_type not in FAMILIES, f"{kind}; served are {', '.join(FAMILIES)}"),
+        (quantization_of(config), f"{kind}, and is quantised; such are served with plain weights"),
+    )
     for name, is_set in (
         ("num_shard", source.communicator.world_size > 1),
         ("quantize", settings.quantize is not None),

@@ -254,10 +254,13 @@ def load_pretrained(
         "attn_implementation": backend.NAME,
         "trust_remote_code": settings.trust_remote_code,
         "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # `check_missing` refuses them
         "key_mapping": TEXT_KEY_MAPPING,
     }
     model, info = source(**options)
-    check_missing(info, settings.model_id, () if needs_head else names_of_head(model))
+    # Pegasus' positions, which its checkpoints do not have
+    computed = [f"{name}.weight" for name, part in model.named_modules() if hasattr(part, "create_weight")]
+    check_missing(info, settings.model_id, computed if needs_head else names_of_head(model))
     return model
 
 
@@ -300,8 +303,9 @@ def check_missing(info: dict[str, Any], model_id: str, unneeded: Collection[str]
     """Raises SettingError where transformers had no weights for a model, by its `loading_info`; those
     `unneeded` may be missing.
     """
-    found = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
-    missing = sorted(found - {*unneeded})
+    shapes = {name: f" of shape {[*shape]}" for name, _, shape in info["mismatched_keys"]}
+    found = dict.fromkeys(info["missing_keys"], "") | shapes
+    missing = [name + found[name] for name in sorted(found.keys() - unneeded)]
     if missing:
         raise SettingError("model_id", f"{model_id} has no weights for {listed(missing)}")
 

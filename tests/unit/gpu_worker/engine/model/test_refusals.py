@@ -30,16 +30,17 @@ class Refused(NamedTuple):
     change: Change | None = None
 
 
-def tensors(**changes: Any) -> Change:
-    """Puts tensors of a layer in place of others, or makes them of those that are there."""
+def tensors(layer: str = "model.layers.1.", **changes: Any) -> Change:
+    """Puts tensors of a layer in place of others, or makes them of those that are there; None: removes."""
 
     def change(folder: Path) -> None:
         file = folder / "model.safetensors"
         held = load_file(file)
         for name, made in changes.items():
-            name = "model.layers.1." + name.replace("__", ".")
+            name = layer + name.replace("__", ".")
             held[name] = made(held[name]) if callable(made) else made
-        save_file(held, file, {"format": "pt"})
+        whole = {name: tensor for name, tensor in held.items() if tensor is not None}
+        save_file(whole, file, {"format": "pt"})
 
     return change
 
@@ -87,6 +88,7 @@ MINIMAX = (
     | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 )
 """It has states in a cache of its own, whatever the config says of its layers."""
+GPT_NEO = SIZES | {"num_layers": 3, "num_heads": 4, "attention_types": [[["global"], 3]]}
 WITHOUT_ALIBI = {
     "vocab_size": VOCAB,
     "d_model": 64,
@@ -148,6 +150,7 @@ POOLINGS = [
     ("modules.json", "[1]", "is no JSON list of obj"),
 ]
 FP8 = {"kv_cache_dtype": "fp8_e4m3"}
+T5_LAYER = "decoder.block.1.layer.1.EncDecAttention."
 SCALE = r"model\.layers\.1\.self_attn\.k_scale "
 REFUSED = [
     Refused("has no ALiBi", ("Mpt", WITHOUT_ALIBI)),
@@ -177,6 +180,32 @@ REFUSED = [
     Refused("see each other by other ways than attention", ("MiniMax", MINIMAX)),
     Refused("encoder-decoder model of type longt5; served are bart", ("LongT5", T5)),
     Refused("is not served with an encoder-decoder", ENCODER_DECODERS["T5"], "kv_cache_dtype", FP8),
+    Refused(
+        "is an encoder-decoder model of type bart, and is quantised; such are served with plain weights",
+        ENCODER_DECODERS["BART"],
+        config={"quantization_config": {"quant_method": "gptq", "bits": 4}},
+    ),
+    Refused(
+        rf"has no weights for {T5_LAYER}q\.weight$",
+        ENCODER_DECODERS["T5"],
+        change=tensors(T5_LAYER, q__weight=None),
+    ),
+    Refused(
+        rf"has weights of type F8_E4M3 \({T5_LAYER}q",
+        ENCODER_DECODERS["T5"],
+        change=tensors(T5_LAYER, q__weight=lambda weight: weight.to(torch.float8_e4m3fn)),
+    ),
+    Refused(r"no whole set of \.safetensors files", ENCODER_DECODERS["T5"], change=pickled),
+    Refused(
+        r"has no weights for model\.layers\.1\.mlp\.up_proj\.weight of shape \[128, 64\]$",
+        change=tensors(mlp__up_proj__weight=torch.ones(3, 3)),
+    ),
+    Refused("the attention of gpt_neo cannot be replaced", ("GPTNeo", GPT_NEO)),
+    Refused(
+        r"the code of phimoe fails: KeyError\('original_max_position_embeddings'\)",
+        ("Phimoe", LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+        settings={"rope_factor": 2.0},
+    ),
     *(Refused(words, config={"quantization_config": one}) for one, words in QUANTISED),
     Refused(
         r"has weights of type F8_E4M3 \(model\.layers\.1\.\S+\), and its config\.json says nothing of them",

@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, GgufConfig
 
@@ -34,7 +35,7 @@ from gpu_worker.engine.quantization import gguf as convert
 from tests.support.engine import tiny_models
 from tests.support.engine.batch_player import player
 from tests.support.engine.tiny_engine import answers, engine_of, play, prompts
-from tests.support.engine.tiny_models import FAMILIES, save
+from tests.support.engine.tiny_models import ENCODER_DECODERS, FAMILIES, save
 from tests.support.gguf.tiny_gguf import TYPES, damage, write
 
 FEW_TOKENS = 12
@@ -99,6 +100,17 @@ def test_ranks_use_the_first_ones_values() -> None:
     names = {id(parameter): name for name, parameter in whole.named_parameters()}
     shared = {name for name in names.values() if name not in plan.shards}
     assert len(sent) == len(shared) and "model.layers.0.mlp.gate.weight" in shared
+
+
+def test_positions_that_transformers_computes_may_be_missing(tmp_path: Path) -> None:
+    """Pegasus' checkpoints have none."""
+    save(tmp_path, *ENCODER_DECODERS["Pegasus"])
+    file = tmp_path / "model.safetensors"
+    tensors = {name: one for name, one in load_file(file).items() if "embed_positions" not in name}
+    save_file(tensors, file, {"format": "pt"})
+    model = engine_of(tmp_path).loaded.model
+    for part in (model.get_encoder(), model.get_decoder()):
+        assert torch.equal(part.embed_positions.weight, part.embed_positions.create_weight())
 
 
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
