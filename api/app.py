@@ -210,7 +210,7 @@ def vertex_paths(routes: Sequence[BaseRoute]) -> dict[tuple[str, str], str]:
     for name, (method, path) in VERTEX_ROUTES.items():
         asked = os.environ.get(name, "")
         scope = {"type": "http", "method": method, "path": asked, "headers": []}
-        if all(route.matches(scope)[0] is not Match.FULL for route in routes):
+        if asked and all(route.matches(scope)[0] is not Match.FULL for route in routes):
             found[method, asked] = path
     return found
 
