@@ -147,12 +147,12 @@ import sys
 from common import model_files
 from common.settings.settings import SettingError
 try:
-    model_files.resolve("smollm2")
+    model_files.resolve(sys.argv[1])
 except SettingError as error:
     print(error)
 """
-MOUNT = "mount -t tmpfs -o size=1m tmpfs {folder} && mount -o remount,{mode} {folder}"
-ON_DISK = MOUNT + " && exec {python} -c '{code}'"
+MOUNT = "mount -t tmpfs -o size=64k tmpfs {folder} && mount -o remount,{mode} {folder}"
+ON_DISK = MOUNT + " && exec {python} -c '{code}' {gguf}"
 HAS_NAMESPACES = shutil.which("unshare") and not subprocess.run(["unshare", "-rm", "true"]).returncode
 
 
@@ -180,10 +180,13 @@ def test_nobody_else_may_write_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_a_read_only_and_a_full_disk_are_told_from_a_bad_model(tmp_path: Path, mode: str, said: str) -> None:
-    words = ON_DISK.format(folder=tmp_path, mode=mode, python=sys.executable, code=CONVERT)
-    environ = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    gguf = tiny_gguf.write(tmp_path / "tiny.gguf", TYPES.F16)
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    words = ON_DISK.format(folder=cache, mode=mode, python=sys.executable, code=CONVERT, gguf=gguf)
+    environ = os.environ | {"XDG_CACHE_HOME": str(cache)}
     done = subprocess.run(["unshare", "-rm", "sh", "-c", words], env=environ, capture_output=True, text=True)
-    assert done.stdout.startswith(f"XDG_CACHE_HOME: {tmp_path}{said}"), done.stderr
+    assert done.stdout.startswith(f"XDG_CACHE_HOME: {cache}{said}"), done.stderr
 
 
 @pytest.mark.parametrize(

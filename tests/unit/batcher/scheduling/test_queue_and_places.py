@@ -133,7 +133,7 @@ def test_tenants_start_by_their_weights_and_what_was_interrupted_before_all() ->
     assert sum(name[0] == "a" for name in start_all(queue, 40)) >= 29
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     num_new=st.integers(5, 100),
     num_blocks=st.integers(60, 400),
@@ -328,7 +328,7 @@ def test_scarce_blocks_go_to_the_most_important_row() -> None:
     ]
 
 
-@settings(max_examples=80)
+@settings(max_examples=30)
 @given(
     sizes=st.lists(
         st.tuples(st.integers(1, 100), st.integers(1, 200), st.integers(0, 2)), min_size=2, max_size=20

@@ -6,7 +6,7 @@ a worker that joins.
 from collections import deque
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from batcher.scheduling.plan_builder import PendingPlan
@@ -77,7 +77,6 @@ sizes = st.tuples(
 )
 
 
-@settings(max_examples=250)
 @given(
     sizes=st.lists(sizes, min_size=1, max_size=40),
     num_workers=st.integers(1, 3),
