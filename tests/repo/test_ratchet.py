@@ -18,7 +18,7 @@ MOST = {  # statements, lines
     "gpu_worker": (10_826, 20_553),
     "common": (3_758, 7_499),
     "deploy": (2_521, 4_369),
-    "tests": (29_994, 52_282),
+    "tests": (30_008, 52_305),
     "benchmarks": (2_561, 4_302),
 }
 MOST_WORDS_OF_DOCS = 21_997

@@ -112,9 +112,9 @@ def read_tower(source: ModelSource, config: Any, family: PictureFamily) -> Any:
     if source.settings.makes_weights:
         return make_dummy_model(part, plain, source, attention=ATTENTION)
     tensors = read_tensors(source.path, quantization_of(config))
-    read = partial(part.from_pretrained, None, config=plain, state_dict=tensors)
+    read = partial(part.from_pretrained, None, config=plain, state_dict=tensors, output_loading_info=True)
     with quietly():  # else it would list the weights of the language model
-        model, info = read(dtype=source.dtype, attn_implementation=ATTENTION, output_loading_info=True)
+        model, info = read(dtype=source.dtype, attn_implementation=ATTENTION, ignore_mismatched_sizes=True)
     check_missing(info, source.settings.model_id)
     return model.to(source.device)
 

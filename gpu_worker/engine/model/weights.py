@@ -74,6 +74,8 @@ def read_config(path: Path, settings: Settings) -> Any:
     if cause := refusal_of(config, text):
         raise SettingError("model_id", f"{model_id} ({config.model_type}) {cause}")
     text = plain_text_config(text)
+    if getattr(text, "head_dim", 0) is None:  # transformers computes `dynamic` positions with it
+        text.head_dim = text.hidden_size // text.num_attention_heads
     text.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)
     if getattr(config, "quantization_config", None) is not None:
         text.quantization_config = config.quantization_config
@@ -172,8 +174,6 @@ def stretch_rope(config: Any, kind: str, factor: float) -> None:
     rope = getattr(config, "rope_parameters", None)
     if not isinstance(rope, dict) or rope.get("rope_type") != "default":
         raise SettingError("rope_factor", f"{config.model_type} has no plain rotary positions to stretch")
-    if getattr(config, "head_dim", 0) is None:  # transformers computes `dynamic` with it
-        config.head_dim = config.hidden_size // config.num_attention_heads
     config.rope_parameters = rope | {"rope_type": kind, "factor": factor}
 
 

@@ -2,6 +2,7 @@
 `generate` of the same numbers.
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,15 @@ def stretched(kind: str, name: str = "Llama", **settings: Any) -> Case:
     return make, settings | {"rope_factor": 2.0}
 
 
+def own_dynamic(folder: Path) -> Any:
+    """A checkpoint that is stretched itself, and whose config has no size of heads."""
+    model = stretched("dynamic", "Mixtral")[0](folder)
+    path = folder / "config.json"
+    changed = {"rope_parameters": model.config.rope_parameters, "head_dim": None}
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    return model
+
+
 DYNAMIC = ("Mixtral", "Qwen3.5", "Qwen2-VL")
 """A config without the size of heads, positions that are given three times, and a model that sees, which is
 served for text alone then.
@@ -85,11 +95,13 @@ CASES: dict[str, Case] = {
     "fp8": at_load("fp8", "Mixtral"),
     "linear": stretched("linear"),
     **{f"dynamic {name}": stretched("dynamic", name, rope_scaling="dynamic") for name in DYNAMIC},
+    "own dynamic": (own_dynamic, {}),
 }
 QUICK = (
     *("Llama-longrope", "Qwen3-MoE", "Gemma2", "GPT2", "DeepSeek-V3", "gpt-oss", "BART-forced"),
     *("LFM2", "Mamba2", "gptq-desc_act", "fp8-blocks", "bitsandbytes-4-nested", "gptq experts"),
-    *("bitsandbytes-fp4", "eetq", "fp8", "linear", *(f"dynamic {name}" for name in DYNAMIC)),
+    *("bitsandbytes-fp4", "eetq", "fp8", "linear", "own dynamic"),
+    *(f"dynamic {name}" for name in DYNAMIC),
 )
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from common.settings.settings import SettingError
 from gpu_worker.engine.model import weights as config
 from tests.support.engine import tiny_models
+from tests.support.engine.pictures import models as pictures
 from tests.support.engine.tiny_engine import engine_of
 from tests.support.engine.tiny_models import ENCODER_DECODERS, FAMILIES, GPT, HYBRIDS, LLAMA, SIZES, T5, VOCAB
 from tests.support.pooling.tiny_encoders import save_encoder, save_modules
@@ -43,6 +44,11 @@ def tensors(layer: str = "model.layers.1.", **changes: Any) -> Change:
         save_file(whole, file, {"format": "pt"})
 
     return change
+
+
+def misshapen_tower(folder: Path) -> None:
+    pictures.save(folder, "Qwen2-VL")
+    tensors("visual.blocks.0.", norm1__weight=torch.ones(3))(folder)
 
 
 def content(change: Callable[[bytes], bytes]) -> Change:
@@ -199,6 +205,9 @@ REFUSED = [
     Refused(
         r"has no weights for model\.layers\.1\.mlp\.up_proj\.weight of shape \[128, 64\]$",
         change=tensors(mlp__up_proj__weight=torch.ones(3, 3)),
+    ),
+    Refused(
+        r"no weights for model\.visual\.blocks\.0\.norm1\.weight of shape \[32\]$", change=misshapen_tower
     ),
     Refused("the attention of gpt_neo cannot be replaced", ("GPTNeo", GPT_NEO)),
     Refused(
