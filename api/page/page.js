@@ -9,7 +9,7 @@ import { startChat } from "./chat/chat.js";
 import { find, say } from "./dom.js";
 import { on, watch } from "./fleet.js";
 import { startManage } from "./manage/manage.js";
-import { startTabs } from "./tabs.js";
+import { showNamed, startTabs } from "./tabs.js";
 import { startWall } from "./wall/wall.js";
 
 startHealth();
@@ -38,6 +38,7 @@ function startHealth() {
     if (status === 200) return;
     document.querySelector("main").dataset.access = "chat";
     find("tab-wall").hidden = true;
+    showNamed();
     showHealth("", "chat only");
     say(find("barred"), text);
   });

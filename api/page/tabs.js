@@ -15,8 +15,14 @@ export function startTabs() {
     next.focus();
     choose(next);
   };
-  const named = tabs().find((tab) => location.hash === `#${viewOf(tab)}`);
-  if (named) choose(named);
+  showNamed();
+}
+
+/** Shows the view that the address names; the chat in place of one that is shown and may be seen no more. */
+export function showNamed() {
+  const named = [...find("tabs").children].find((tab) => location.hash === `#${viewOf(tab)}`);
+  if (named?.hidden === false) choose(named);
+  else if (named?.ariaSelected === "true") choose(find("tab-chat"));
 }
 
 const viewOf = (tab) => tab.id.replace("tab-", "");

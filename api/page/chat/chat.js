@@ -82,6 +82,7 @@ async function answer() {
   const one = new Answer();
   const history = turns;
   put(one.node);
+  keep();
   busy(new AbortController());
   try {
     const ending = await stream(one);

@@ -4,6 +4,7 @@
 import { find, make } from "../dom.js";
 import { on } from "../fleet.js";
 import { ask } from "../requests.js";
+import { showNamed } from "../tabs.js";
 import { startAdapters } from "./adapters.js";
 import { startJobs } from "./jobs.js";
 import { startKeys } from "./keys.js";
@@ -33,6 +34,7 @@ async function show({ status, has_keys }) {
     make("section", { "aria-label": title }, make("h2", {}, title), node),
   );
   find("manage").replaceChildren(...sections);
+  showNamed();
 }
 
 /** What a route answers; null if there is none, or this key may not ask it. */

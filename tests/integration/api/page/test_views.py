@@ -45,8 +45,7 @@ def test_usage_and_keys_are_listed(browser: Browser) -> None:
             record("key_a", requests_per_minute=60, budget_tokens=1_000_000, admin=True),
             record("key_b", state="revoked", models=["smollm2"], name="<b>x</b>"),
         )
-        with opened(browser, gateway.url) as page:
-            page.get_by_role("tab", name="Manage").click()
+        with opened(browser, f"{gateway.url}/#manage") as page:
             used = page.get_by_role("region", name="Usage of this month")
             expect(used.locator("tbody tr").first).to_contain_text("key_b")
             expect(used.locator(".sum")).to_contain_text("3 requests, 1,000 tokens")
@@ -122,7 +121,7 @@ def test_who_may_not_see_the_fleet_has_the_chat_and_the_reason(browser: Browser,
             ("GET", "/info"): lambda *_: (200, {}),
             ("GET", "/usage"): lambda *_: (200, {"data": [], "total": usage("", 0)}),
         }
-        with opened(browser, gateway.url, is_quiet=True) as page:
+        with opened(browser, f"{gateway.url}/#wall", is_quiet=True) as page:
             expect(page.locator("#health")).to_contain_text("chat only")
             expect(page.get_by_role("region", name="Fleet")).to_have_text("It is hidden", use_inner_text=True)
             expect(page.get_by_role("tab", name="16 streams")).to_be_hidden()
@@ -131,6 +130,20 @@ def test_who_may_not_see_the_fleet_has_the_chat_and_the_reason(browser: Browser,
             page.get_by_label("Message").press("Enter")
             expect(page.locator(".turn.model[data-state=done] .words")).to_have_text("Hello you")
             assert not any(path.startswith("/fleet") for _, path, _ in gateway.asked)
+
+
+def test_a_question_is_kept_while_it_is_answered_and_the_server_judges_its_settings(browser: Browser) -> None:
+    with ScriptedGateway(text="Since it scatters") as gateway, opened(browser, gateway.url) as page:
+        gateway.most = 1
+        page.get_by_text("Settings").click()
+        page.get_by_label("Temperature").fill("0.75")
+        page.get_by_text("Settings").click()
+        page.get_by_label("Message").fill("Why blue?")
+        page.get_by_role("button", name="Send").click()
+        expect(page.locator(".turn.model .words")).to_have_text("Since")
+        assert [body["temperature"] for _, path, body in gateway.asked if "chat" in path] == [0.75]
+        page.reload()
+        expect(page.locator(".turn.user")).to_have_text("Why blue?")
 
 
 def adapter(name: str, **fields: Any) -> dict[str, Any]:
