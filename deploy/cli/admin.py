@@ -373,7 +373,14 @@ def fields_of(flags: argparse.Namespace, now_s: float) -> KeyFields:
     try:
         return read_fields(given)
     except ValueError as error:
-        raise SettingError("keys", str(error)) from error
+        named = re.sub(r"`(\w+)`", lambda found: flag_of(found[1]), str(error))
+        raise SettingError("keys", named) from error
+
+
+def flag_of(field: str) -> str:
+    """The flag that sets a field of a key."""
+    own = (flag for flag, options in TABLE["flags"].items() if options.get("dest") == field)
+    return next(own, f"--{field.replace('_', '-')}")
 
 
 # --- models -------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ def run(client: httpx.Client, flags: argparse.Namespace) -> int:
     source: Path | None = flags.input or flags.file
     if (source is None) == (flags.id is None):
         raise SettingError("-i", "either a file of requests or the --id of a batch must be given")
+    flags.output.open("ab").close()  # not only after hours is it found that no file can be there
     batch_id = flags.id if source is None else begin(client, source, flags.window)
     return finish(client, wait(client, batch_id), flags.output)
 

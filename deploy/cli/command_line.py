@@ -38,6 +38,9 @@ def run(argv: Sequence[str]) -> int:
     if launcher_of(os.environ):
         os.environ["PARENT_PID"] = str(os.getppid())  # whatever variables mpirun has passed on from its own
     os.environ.setdefault("PARENT_PID", "0")  # a user started it, and may log out
+    for word in argv:
+        if word.encode(errors="replace").decode() != word:
+            raise SettingError("command", f"{word!r} has bytes that are not UTF-8")
     match list(argv):
         case ["--version" | "-V"]:
             print(f"tokenfleet {version('tokenfleet')}")

@@ -8,6 +8,7 @@
 A choice that no flag has made is printed to stderr.
 """
 
+import contextlib
 import os
 import sys
 from typing import Any
@@ -43,7 +44,8 @@ def find(flag: str, given: Any, changes: bool) -> tuple[str, RunningFleet | None
     local = f"http://127.0.0.1:{settings.port}"
     for name in filter(environ.get, environ):
         text = local if name == "PORT" else str(getattr(settings, name.lower()))
-        announce(shown(text), f"{name} names it")
+        with contextlib.suppress(ValueError):  # what is no URL is refused by who connects to it
+            announce(shown(text), f"{name} names it")
         return text, None
     fleets = {shown(getattr(one, field)): one for one in running_fleets() if getattr(one, field)}
     if port := os.environ.get("PORT"):

@@ -17,11 +17,11 @@ MOST = {  # statements, lines
     "batcher": (2_812, 4_847),
     "gpu_worker": (10_826, 20_553),
     "common": (3_758, 7_499),
-    "deploy": (2_521, 4_369),
-    "tests": (30_008, 52_305),
+    "deploy": (2_531, 4_382),
+    "tests": (30_025, 52_332),
     "benchmarks": (2_561, 4_302),
 }
-MOST_WORDS_OF_DOCS = 21_997
+MOST_WORDS_OF_DOCS = 21_987
 SLACK = 0.01
 
 

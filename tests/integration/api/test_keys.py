@@ -550,11 +550,11 @@ def test_the_command_adds_shows_rotates_and_revokes_a_key(capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (("--tenant", "a b"), "`tenant`"),
-        (("--class", "urgent"), "`service_class`"),
-        (("--weight", "0"), "`weight`"),
-        (("--max-concurrent", "-1"), "`max_concurrent`"),
-        (("--expires", "soon"), "`expires_at`"),
+        (("--tenant", "a b"), "--tenant: "),
+        (("--class", "urgent"), "--class: "),
+        (("--weight", "0"), "--weight: "),
+        (("--max-concurrent", "-1"), "--max-concurrent: "),
+        (("--expires", "soon"), "--expires: "),
     ],
 )
 def test_what_is_wrong_in_a_key_is_refused_by_name(words: tuple[str, ...], named: str) -> None:

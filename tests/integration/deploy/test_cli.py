@@ -143,6 +143,7 @@ def test_other_users_of_the_machine_see_no_password_among_the_words_of_a_command
         (["worker"], "REDIS_URL: is not set"),
         (["drain"], "WORKER: is missing; `tokenfleet drain --help` says what it is"),
         (["chat", "--seed", "x"], "--seed: invalid int value: 'x'"),
+        (["explain", "a\udcff"], r"COMMAND: 'a\udcff' has bytes that are not UTF-8"),
     ],
 )
 def test_invalid_arguments_are_one_error_line(argv: list[str], words: str) -> None:

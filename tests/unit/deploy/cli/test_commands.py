@@ -51,7 +51,12 @@ BATCH = {
     ("away_s", "code", "last"), [(600.0, 0, "completed: 2 of 2"), (-1.0, 1, "tokenfleet: no server answers")]
 )
 def test_a_batch_is_waited_for_while_its_server_is_away(
-    away_s: float, code: int, last: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    away_s: float,
+    code: int,
+    last: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     answers = iter([None, httpx.Response(503, text="starting"), httpx.Response(200, json=BATCH)])
 
@@ -66,10 +71,16 @@ def test_a_batch_is_waited_for_while_its_server_is_away(
     )
     monkeypatch.setattr(batch, "POLL_S", 0.0)
     monkeypatch.setattr(batch, "AWAY_S", away_s)
-    assert admin.main(["batch", "--id", "batch_1", "-o", "answers.jsonl", "--url", "http://fleet"]) == code
+    words = ["batch", "--id", "batch_1", "-o", str(tmp_path / "answers.jsonl"), "--url", "http://fleet"]
+    assert admin.main(words) == code
     lines = capsys.readouterr().err.splitlines()
     assert lines[-1].startswith(last)
     assert [line for line in lines[:-1] if "asking again: " not in line] == []
+
+
+def test_a_place_for_answers_that_cannot_be_used_is_refused_at_once(tmp_path: Path, ask: "Ask") -> None:
+    with pytest.raises(SettingError, match=f"^FILE: {tmp_path} cannot be used: Is a directory"):
+        ask("--id", "batch_1", "-o", str(tmp_path), command="batch")
 
 
 # --- adapters -----------------------------------------------------------------------------------------------
@@ -421,6 +432,8 @@ async def test_what_is_named_is_taken_wherever_it_is(folder: Path, monkeypatch: 
         assert await found(True, "--pid") == "2"
         monkeypatch.setenv("REDIS_URL", "redis://a:2")
         assert await found(True, "--directory-url") == "redis://a:2"
+        monkeypatch.setenv("REDIS_URL", "no-url")
+        assert await found(True, "--redis-url") == "no-url"  # refused by who connects to it
 
 
 async def test_a_fleet_that_was_searched_for_is_read_but_not_changed(
