@@ -224,17 +224,10 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 EQUAL_SETTINGS = (
-    "block_size",
-    "kv_cache_dtype",
-    "load_format",
-    "max_batch_size",
-    "max_batch_prefill_tokens",
-    "prefix_caching",
-    "quantize",
-    "rope_factor",
-    "rope_scaling",
-    "speculate",
-    "speculative_config",
+    *("block_size", "deterministic", "enable_lora", "enforce_eager", "int8_activations", "kv_cache_dtype"),
+    *("load_format", "max_batch_size", "max_batch_prefill_tokens", "max_cpu_loras", "max_lora_rank"),
+    *("max_loras", "num_shard", "pipeline_parallel_size", "prefix_caching", "quantize", "rope_factor"),
+    *("rope_scaling", "runner", "speculate", "speculative_config"),
 )
 """Settings by which ranks compute the same steps."""
 
@@ -244,10 +237,13 @@ def describe_model(path: Path, settings: Settings, dtype: str, device: str) -> d
     tell others of the same shapes.
     """
     weights = [] if settings.makes_weights else model_files.weight_files(path)
-    files = [*(path / name for name in model_files.REQUIRED_FILES), *weights]
+    generation = path / "generation_config.json"  # it says which tokens end a sequence
+    named = [path / name for name in model_files.REQUIRED_FILES]
+    files = [*named, *weights, *([generation] if generation.is_file() else [])]
     return {
         **{file.name: model_files.digest(file) for file in files},
         **{name: str(getattr(settings, name)) for name in EQUAL_SETTINGS},
+        **{name: str(bool(getattr(settings, name))) for name in ("kv_cache_bytes", "lora_adapters")},
         "version": version("tokenfleet"),
         "device": device,
         "dtype": dtype,

@@ -507,7 +507,7 @@ MEMBERS = [Member(0, "node0", "10.0.0.1"), Member(1, "node1", "10.0.0.2")]
 def write(folder: Path, **files: str) -> Path:
     folder.mkdir(exist_ok=True)
     texts = {"config.json": "{}", "tokenizer.json": "{}", "model.safetensors": "weights"} | {
-        name.replace("_", "."): text for name, text in files.items()
+        name.replace("_", ".").replace("..", "_"): text for name, text in files.items()
     }
     for name, text in texts.items():
         (folder / name).write_text(text)
@@ -524,7 +524,13 @@ def write(folder: Path, **files: str) -> Path:
         ),
         ({"model_safetensors": "weighty"}, {}, "MODEL_ID: model.safetensors of tiny at rank 1 on node1"),
         ({"more_safetensors": ""}, {}, "MODEL_ID: more.safetensors of tiny at rank 1 on node1"),
+        ({"generation__config_json": "{}"}, {}, "MODEL_ID: generation_config.json of tiny at rank 1 on"),
         ({}, {"block_size": 32}, "BLOCK_SIZE: block_size of tiny at rank 1 on node1"),
+        (
+            {},
+            {"pipeline_parallel_size": 2},
+            "PIPELINE_PARALLEL_SIZE: pipeline_parallel_size of tiny at rank 1",
+        ),
     ],
 )
 def test_what_differs_is_named_with_its_machine(
