@@ -34,7 +34,9 @@ for i = first_key, #KEYS do
 end
 if #refused > 1 then return refused end
 local added = redis.pcall('XADD', plans, 'MINID', oldest, plan_id, 'plan', payload)
-if type(added) == 'table' and added.err then return {'FENCED', added.err} end
+if type(added) == 'table' and added.err then -- or the broker is full
+  return string.find(added.err, 'equal or smaller', 1, true) and {'FENCED', added.err} or added
+end
 redis.call('PEXPIRE', plans, ttl_ms)
 local arg = first_arg
 for i = first_key, #KEYS do

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import OutOfMemoryError
 
 from api.jobs import records
 from api.jobs.records import DEAD, DONE, JobEnding
@@ -194,6 +195,17 @@ async def test_an_earlier_epoch_publishes_and_saves_nothing(redis: Redis) -> Non
     assert await save(redis, "w1", 1, 0, b"x" * 8) == "FENCED"
     assert await redis.exists(KEYS.plans("w1"), KEYS.tokens("r1")) == 0
     assert (await publish_plan(redis, "6-1", [("r1", 1, 0)]))[0] == "OK"
+
+
+async def test_a_plan_that_a_full_broker_does_not_take_is_not_one_of_an_earlier_epoch(redis: Redis) -> None:
+    await create_logs(redis)
+    await redis.config_set("maxmemory", 1)
+    try:
+        with pytest.raises(OutOfMemoryError):
+            await publish_plan(redis, "5-1")
+    finally:
+        await redis.config_set("maxmemory", 0)
+    assert (await publish_plan(redis, "5-1"))[0] == "OK"
 
 
 async def test_saving_leaves_the_holder_of_a_request_that_went_on_elsewhere(redis: Redis) -> None:
