@@ -204,7 +204,7 @@ class ServedModel:
 
     @property
     def kept_in(self) -> str:
-        return MEMORY if self.engine else DISK
+        return MEMORY if self.engine and self.engine.ranks[0].is_open else DISK
 
     @property
     def swap_s(self) -> float:
@@ -248,6 +248,8 @@ class ServedModel:
     ) -> tuple[EngineClient, WorkerCapacity]:
         """Wake the engine, or start one → what it holds. Raises EngineDied, SettingError."""
         self.woken_from, started_s = self.kept_in, time.monotonic()
+        if self.woken_from == DISK:
+            self.end()  # an engine that was killed while it slept
         self.doing = "waking"
         try:
             # ranks of other machines wait for these: they all find the model once they are connected
@@ -298,7 +300,7 @@ class ServedModel:
         if self.engine is None:
             return
         if len(self.ranks) == 1:
-            with contextlib.suppress(EngineDied):
+            with contextlib.suppress(EngineDied, TimeoutError):
                 async with asyncio.timeout(SLEEP_TIMEOUT_S):
                     await self.engine.sleep()
                 return

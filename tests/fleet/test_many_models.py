@@ -101,6 +101,18 @@ def test_a_kill_within_a_swap_loses_nothing(swapping: ChaosFleet, victim: str) -
 
 
 @pytest.mark.slow
+def test_an_engine_that_is_killed_while_it_sleeps_is_started_anew_beside_the_others(
+    swapping: ChaosFleet,
+) -> None:
+    expected = ask(swapping, "a")
+    ask(swapping, "b")
+    agent, [asleep, _] = swapping.pid("w0"), swapping.engines("w0")
+    asleep.kill()
+    assert ask(swapping, "a") == expected
+    assert swapping.pid("w0") == agent and asleep.pid not in [one.pid for one in swapping.engines("w0")]
+
+
+@pytest.mark.slow
 def test_requests_wait_for_a_sleeping_model_while_the_whole_fleet_is_killed(broker: Broker) -> None:
     """They are in Redis: the next fleet answers them, and the client finds its stream there."""
     body = {"model": "b", "prompt": PROMPT, "max_tokens": 50, "ignore_eos": True, "stream": True}

@@ -15,13 +15,13 @@ from tests.support.source_tree import ROOT, parse
 MOST = {  # statements, lines
     "api": (12_637, 24_434),
     "batcher": (2_812, 4_847),
-    "gpu_worker": (10_826, 20_553),
+    "gpu_worker": (10_830, 20_551),
     "common": (3_758, 7_499),
     "deploy": (2_531, 4_382),
-    "tests": (30_025, 52_332),
+    "tests": (30_042, 52_365),
     "benchmarks": (2_561, 4_302),
 }
-MOST_WORDS_OF_DOCS = 21_987
+MOST_WORDS_OF_DOCS = 21_986
 SLACK = 0.01
 
 

@@ -285,8 +285,8 @@ class Rows:
         prompts.
         """
         decoding, prompts = [], []
-        wanted = dict.fromkeys(row.adapter for row in rows if row.adapter)
-        adapters = [*wanted][: self.max_adapters]
+        with_adapters = sorted((row for row in rows if row.adapter), key=attrgetter("class_index"))
+        adapters = [*dict.fromkeys(row.adapter for row in with_adapters)][: self.max_adapters]
         for row in rows:
             if self.num_micro_batches > 1 and not row.output.may_join(row, step):
                 continue

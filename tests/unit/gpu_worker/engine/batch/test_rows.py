@@ -204,10 +204,13 @@ def test_the_least_recently_used_snapshot_makes_room() -> None:
     assert snapshots.take_changes() == [5, 6, -6, 8] and snapshots.take_changes() == []
 
 
-@pytest.mark.parametrize(("most", "first"), [(1, [0, 2]), (2, [0, 1, 2]), (3, [0, 1, 2, 3])])
-def test_rows_whose_adapter_finds_no_place_wait_for_older_rows(most: int, first: list[int]) -> None:
-    rows = Rows(BLOCK, [EOS], adapters={name: Adapter(name) for name in "abc"}, max_adapters=most)
-    starts = [start(row, 3, end=2, adapter=name) for row, name in enumerate("abac")]
+@pytest.mark.parametrize(("most", "first"), [(1, [1, 3]), (2, [1, 2, 3]), (3, [1, 2, 3, 4])])
+def test_rows_whose_adapter_finds_no_place_wait_for_more_urgent_and_older_rows(
+    most: int, first: list[int]
+) -> None:
+    rows = Rows(BLOCK, [EOS], adapters={name: Adapter(name) for name in "abcd"}, max_adapters=most)
+    starts = [start(0, 3, end=2, adapter="d", class_index=2)]
+    starts += [start(row, 3, end=2, adapter=name) for row, name in enumerate("abac", 1)]
     rows.apply(plan(1000, 1000, starts))
     assert ran(rows) == first
     while rows.rows:
