@@ -101,12 +101,13 @@ def describe(address: str, replicas: Collection[Replica], waiting: int, adapters
 
 
 async def serve(settings: Settings, incarnation: str) -> None:
-    """Run one batcher until SIGTERM. Raises LeaseLost."""
+    """Run one batcher until SIGTERM or SIGINT. Raises LeaseLost."""
     pool = PoolClient.connect(settings)
     lease = Lease(pool, incarnation, LEASE_S)
     announcer = PoolAnnouncer(settings, pool, DirectoryClient.connect(settings, pool.redis), lease)
     told_to_end = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told_to_end.set)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, told_to_end.set)
     await run_until_one_ends(
         run_batcher(settings, pool, lease, announcer, told_to_end),
         wait_until_unneeded(pool, settings, lease, told_to_end),

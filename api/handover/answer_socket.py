@@ -8,6 +8,8 @@ import io
 import logging
 import os
 import socket
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,6 +31,12 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 0.005
 """Pause before a message that has found no room is tried again."""
+TELL_S = 5.0
+"""How long a message, such as an answer's head, waits for a keeper that does not read: it may be stopped, or
+the machine overloaded. Then none waits until there is room again.
+"""
+LATE_S = 1.0
+"""Pause before messages for which nobody waits are tried again."""
 Inherit = Callable[[KeptAnswer, socket.socket], None]
 """Continues an answer of another gateway, on its socket."""
 
@@ -45,6 +53,8 @@ class KeeperChannel:
         inherit: continues answers of other gateways.
         handovers: a function for each answer whose socket is kept, which hands it over to another gateway.
         turn: that of the message which is sent next.
+        is_stuck: the keeper has not read for TELL_S.
+        late: messages that it gets when it reads again.
     """
 
     def __init__(self, channel: socket.socket | None) -> None:
@@ -52,6 +62,8 @@ class KeeperChannel:
         self.inherit: Inherit = refuse
         self.handovers: set[Callable[[], None]] = set()
         self.turn = asyncio.Lock()
+        self.is_stuck = False
+        self.late: deque[KeeperMessage] = deque()
         if channel is not None:
             channel.setblocking(False)
 
@@ -100,18 +112,39 @@ class KeeperChannel:
     # --- sending --------------------------------------------------------------------------------------------
 
     async def send(self, message: KeeperMessage, beside: socket.socket | None = None) -> None:
-        """Send a message, after those before it and when there is room. Raises OSError."""
+        """Send a message, after those before it and when there is room. Raises OSError, such as TimeoutError
+        where there is none.
+        """
         data = encode(message)
         if len(data) > MAX_DATAGRAM_BYTES:
             raise OSError(f"a message of {len(data)} bytes is too long for the socket keeper")
         async with self.turn:
-            while not self.try_send(data, beside):  # noqa: ASYNC110  # only the kernel knows
+            until_s = time.monotonic() + TELL_S
+            while not self.try_send(data, beside):  # only the kernel knows
+                if self.is_stuck or time.monotonic() > until_s:
+                    self.is_stuck = True
+                    raise TimeoutError("the socket keeper does not read")
                 await asyncio.sleep(RETRY_S)
+            self.is_stuck = False
 
     async def tell(self, message: KeeperMessage) -> None:
-        """Send a message, if there is a keeper."""
-        with contextlib.suppress(OSError):
+        """Send a message, if there is a keeper; later if it does not read."""
+        try:
             await self.send(message)
+        except TimeoutError:
+            self.late.append(message)
+            if len(self.late) == 1:
+                self.sending = asyncio.create_task(self.send_late())
+        except OSError:
+            pass
+
+    async def send_late(self) -> None:
+        while self.late:
+            await asyncio.sleep(LATE_S)
+            with contextlib.suppress(TimeoutError):
+                while self.late:
+                    await self.send(self.late[0])
+                    self.late.popleft()
 
     def send_now(self, message: KeeperMessage) -> bool:
         """Send a message only if that is possible at once. Returns whether the kernel has it."""
@@ -217,8 +250,6 @@ KEPT_HEADERS = (b"origin", b"x-request-id")
 """Headers of a request that the head of its response depends on."""
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 """An interim response, which may come before the head of a response; clients of HTTP/1.1 skip it."""
-TELL_S = 5.0
-"""How long an answer's head waits for a keeper that does not read, as on an overloaded machine."""
 
 
 class AnswerSocket:
@@ -227,7 +258,7 @@ class AnswerSocket:
     Attributes:
         cycle: the server's object for this request; it has the transport and its flow control.
         answer: what the keeper is told; None if the socket is not kept.
-        is_told: whether the keeper may know of the answer.
+        is_told: whether the keeper knows of the answer.
         ends: called when the kernel has every byte of the answer, so that a death of the gateway loses none
             of them, or when it ends in another way.
         is_handed_over: whether another gateway goes on with it.
@@ -287,19 +318,17 @@ class AnswerSocket:
 
     async def tell(self, answer: KeptAnswer) -> None:
         """Tell the keeper of an answer. If that fails, its socket is not kept."""
-        is_new, self.is_told, self.answer = not self.is_told, True, answer
+        is_new, self.answer = not self.is_told, answer
         self.channel.handovers.add(self.hand_over)
         own = self.cycle.transport.get_extra_info("socket")
         try:
             # a copy: the client may leave before it is sent
             with contextlib.closing(own.dup()) if is_new else contextlib.nullcontext() as beside:
-                async with asyncio.timeout(TELL_S):
-                    await self.channel.send(KeeperMessage(keep=answer), beside)
-        except (OSError, TimeoutError) as error:
+                await self.channel.send(KeeperMessage(keep=answer), beside)
+            self.is_told = True
+        except OSError as error:
             if self.channel.is_open:  # else the whole fleet ends, and the launcher has closed it
-                warn_once(
-                    log, f"a stream ends with this gateway: {error or 'the socket keeper does not read'}"
-                )
+                warn_once(log, f"a stream ends with this gateway: {error}")
             await self.drop()
 
     async def drop(self) -> None:
@@ -307,7 +336,8 @@ class AnswerSocket:
         if (answer := self.answer) is not None:
             self.channel.handovers.discard(self.hand_over)
             self.answer = None
-            await self.channel.tell(KeeperMessage(drop=answer.name))
+            if self.is_told:
+                await self.channel.tell(KeeperMessage(drop=answer.name))
 
     # --- middle ---------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 
 from api.app import own_listener
+from api.handover import answer_socket
 from api.handover.answer_socket import KeeperChannel, RestOfAnswer
 from api.handover.draining import GatewayServer
 from common.messages.codec import decode, encode
@@ -141,6 +142,26 @@ async def test_messages_that_find_no_room_are_sent_later_in_order() -> None:
     await asyncio.gather(*tasks)
     assert channel.send_now(KeeperMessage(drop="now"))
     assert decode(KeeperMessage, keeper.recv(MAX_DATAGRAM_BYTES)).drop == "now"
+    channel.close()
+    keeper.close()
+
+
+async def test_nothing_waits_for_a_keeper_that_is_stopped_and_what_it_must_know_comes_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(answer_socket, "TELL_S", 0.05)
+    monkeypatch.setattr(answer_socket, "LATE_S", 0.05)
+    channel, keeper = pair()
+    sent = [KeeperMessage(keep=ANSWER, drop=str(i)) for i in range(100)]
+    async with asyncio.timeout(PATIENCE_S):
+        for message in sent:
+            await channel.tell(message)
+        with pytest.raises(TimeoutError, match="does not read"):
+            await channel.send(KeeperMessage(drop="new"))
+    received = [decode(KeeperMessage, await asyncio.to_thread(keeper.recv, MAX_DATAGRAM_BYTES)) for _ in sent]
+    assert received == sent
+    await channel.send(KeeperMessage(drop="new"))
+    assert decode(KeeperMessage, keeper.recv(MAX_DATAGRAM_BYTES)).drop == "new"
     channel.close()
     keeper.close()
 
