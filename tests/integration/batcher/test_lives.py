@@ -480,7 +480,8 @@ async def test_sigterm_to_all_processes_at_once_finishes_streams_that_run_and_th
             await wait_for(lambda: redis.xlen(KEYS.requests), NUM_STREAMS)
             await wait_until(lambda: worker.rows.step > 1)
             worker.draining.set()
-            for process in (b0, b1, g0):
+            b0.send_signal(signal.SIGINT)  # as from a terminal
+            for process in (b1, g0):
                 process.send_signal(signal.SIGTERM)
             await wait_until(lambda: gateway_drains(redis))
             worker.step_s = 0.02
