@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any
+from urllib.parse import unquote
 
 from api.answers.call_formats import (
     CHANNEL,
@@ -299,7 +300,7 @@ JSON_TYPES: Mapping[type, str] = {
     dict: "object",
     type(None): "null",
 }
-MAX_REFERENCES = 8
+MAX_REFERENCES = 64
 """How many references of a schema are followed."""
 
 
@@ -381,27 +382,33 @@ def property_types(parameters: Mapping[str, Any], name: str) -> frozenset[str]:
     """The types that a schema allows for a property; none if it does not say."""
     properties = parameters.get("properties")
     schema = properties.get(name) if isinstance(properties, Mapping) else None
-    return types_of(schema, parameters)
+    return types_of(schema, parameters, {})
 
 
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    if not isinstance(schema, Mapping) or depth > MAX_REFERENCES:
+def types_of(schema: Any, root: Mapping[str, Any], known: dict[str, frozenset[str]]) -> frozenset[str]:
+    """The types that a schema allows; none if it does not say, or by too many references. Each of these is
+    followed once, and is in `known` then.
+    """
+    if not isinstance(schema, Mapping):
         return frozenset()
     if isinstance(kind := schema.get("type"), str | list):
         return frozenset([kind] if isinstance(kind, str) else [one for one in kind if isinstance(one, str)])
     if isinstance(path := schema.get("$ref"), str):
-        return types_of(resolve_reference(path, root), root, depth + 1)
+        if path not in known and len(known) < MAX_REFERENCES:
+            known[path] = frozenset()  # what refers to itself
+            known[path] = types_of(resolve_reference(path, root), root, known)
+        return known.get(path, frozenset())
     if isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else None), list):
         return frozenset(JSON_TYPES[type(value)] for value in values if type(value) in JSON_TYPES)
-    parts = [part for key in ("anyOf", "oneOf", "allOf") for part in schema.get(key) or ()]
-    found = [types_of(part, root, depth + 1) for part in parts]
+    lists = (schema.get(key) for key in ("anyOf", "oneOf", "allOf"))
+    found = [types_of(part, root, known) for one in lists if isinstance(one, list) for part in one]
     return frozenset().union(*found) if all(found) else frozenset()
 
 
 def resolve_reference(path: str, root: Mapping[str, Any]) -> Any:
     """The schema at a reference `#/…` inside of the parameters."""
     value: Any = root
-    for key in path.removeprefix("#").split("/")[1:]:
+    for key in unquote(path).removeprefix("#").split("/")[1:]:
         value = value.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(value, Mapping) else None
     return value
 

@@ -246,7 +246,8 @@ def compile_unchecked(grammar: Grammar, special_ids: SpecialIds = ()) -> str:
         case "regex":
             return llguidance.LLMatcher.grammar_from_regex(grammar.text)
         case "choice":
-            return Lark().source(" | ".join(map(literal, json.loads(grammar.text))))
+            lark = Lark()
+            return lark.source(lark.lexeme(" | ".join(map(literal, json.loads(grammar.text)))))
         case "structural_tag":
             lark = Lark(special_ids, grammar.whitespace)
             return lark.source(lark.format(json.loads(grammar.text), ()))

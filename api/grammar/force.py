@@ -28,7 +28,7 @@ from api.answers.call_readers import resolve_reference, types_of
 from api.answers.scanner import NO_NAME, Tool
 from api.errors import ApiError
 from api.grammar.compile import Grammar, cannot_compile, check_size, checked, compile_checked, run_apart
-from api.grammar.lark import TEXT, Lark, SpecialIds, enforced, literal, one_of, regex
+from api.grammar.lark import TEXT, Lark, SpecialIds, all_schemas, enforced, literal, one_of, regex
 
 LINES = r"/\n{0,2}/"
 """White space between thinking and what follows it."""
@@ -42,6 +42,9 @@ UNHELD = (
     *("minProperties", "maxProperties", "pattern", "format", "minLength", "maxLength"),
 )
 """Keywords of an object or a text to which calls of single arguments cannot be held."""
+WHOLE = "the-whole"
+PLACE = re.compile(r"#(?!/(\$defs|definitions)/)")
+"""A reference to a schema, or to a part of it that is no definition."""
 PYTHON_NAME = re.compile(f"[^\\s{re.escape(NO_NAME)}]+")
 ForcedTools = Sequence[tuple[Tool, Mapping[str, Any]]]
 """What a model may call: each function, and the schema that is forced of its arguments."""
@@ -194,7 +197,7 @@ def tagged_value(lark: Lark, tool: Tool, schema: Mapping[str, Any], end: str) ->
     if isinstance(values, list) and any(isinstance(value, str) for value in values):
         words = [value if isinstance(value, str) else json.dumps(value) for value in values]
         return f"{one_of(map(literal, words))} {lark.marked(end)}"
-    if types_of(schema, schema) != {"string"}:
+    if types_of(schema, schema, {}) != {"string"}:
         return f"{lark.json(schema)} {lark.marked(end)}"
     check_keywords(tool, schema)
     return lark.until(end)
@@ -256,11 +259,26 @@ def properties_of(tool: Tool, schema: Mapping[str, Any]) -> Iterator[tuple[str, 
     to which it may refer, and the white space of the whole.
     """
     check_keywords(tool, schema)
+    schema = with_whole(schema)
     shared = {name: schema[name] for name in SHARED if name in schema}
     properties, required = schema.get("properties") or {}, schema.get("required") or ()
     for name in dict.fromkeys([*properties, *required]):
         part = properties.get(name)
         yield name, inlined({**shared, **(part if isinstance(part, Mapping) else {})}), name in required
+
+
+def with_whole(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema for parts that stand alone: its references to itself, or to a place in it that is no
+    definition, lead into one of the whole.
+    """
+    copied = json.loads(json.dumps(schema))
+    moved = [one for one in all_schemas(copied) if PLACE.match(str(one.get("$ref")))]
+    if moved:
+        whole = {name: part for name, part in copied.items() if name not in SHARED}
+        copied["$defs"] = {**(copied.get("$defs") or {}), WHOLE: whole}
+    for one in moved:
+        one["$ref"] = f"#/$defs/{WHOLE}{one['$ref'][1:]}"
+    return copied  # type: ignore[no-any-return]
 
 
 def check_keywords(tool: Tool, schema: Mapping[str, Any]) -> None:

@@ -6,9 +6,10 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 import llguidance
-from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from api.errors import cut, quoted
 
@@ -27,6 +28,7 @@ None where it is another format's, so that free text has no end.
 """
 TEXT = r"/(.|\n)*/"
 """Any text."""
+IS_LARK = re.compile(r"^\s*(%llguidance\b|\??start\s*(\[[^\]]*\])?\s*:(?!:=))", re.MULTILINE)
 ESCAPED_DASH = re.compile(r"(?<!\\)((?:\\\\)*)\\-")
 UNFORCED = '\n\n\n%llguidance {"no_forcing": true}\n'
 """Keeps llguidance from looking for forced text: rules of a client may force one without an end."""
@@ -40,6 +42,16 @@ NAMES_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "
 """Keywords whose keys are names, not keywords."""
 VALUES = ("const", "enum", "default", "examples")
 """Keywords whose values are data, not schemas."""
+NEUTRAL: Mapping[str, Sequence[Any]] = {
+    "propertyNames": ({}, {"type": "string"}),
+    "dependentRequired": ({},),
+    "unevaluatedProperties": (True,),
+    "uniqueItems": (False,),
+}
+"""Values that clients write, and that allow everything; llguidance does not know their keywords."""
+DECIDING = {"type", "$ref", "enum", "const", "anyOf", "oneOf", "allOf"}
+"""Keywords without one of which a schema with `properties` means an object."""
+IN_URIS = "#/%~!$&'()*+,;=:@?"
 OF_OTHERS = {"additionalProperties", "patternProperties"}
 """Keywords that say something of properties which the schema does not list."""
 OF_OBJECTS = {"properties", "required", "minProperties", "maxProperties"} | OF_OTHERS
@@ -205,7 +217,7 @@ def one_of(expressions: Iterable[str]) -> str:
 def to_lark(text: str) -> str:
     """A client's grammar, in Lark or GBNF, as Lark. xgrammar's GBNF may escape a dash. Raises ValueError."""
     try:
-        return any_to_lark(text if is_lark_syntax(text) else ESCAPED_DASH.sub(r"\1\\x2d", text)) + UNFORCED
+        return (text if IS_LARK.search(text) else gbnf_to_lark(ESCAPED_DASH.sub(r"\1\\x2d", text))) + UNFORCED
     except Exception as error:  # the converter has no type of its own for rules that are missing
         raise ValueError(str(error)) from error
 
@@ -222,8 +234,14 @@ def enforced(schema: dict[str, Any], closed: bool, whitespace: str = WHITESPACE)
     """
     whole, *parts = schemas = [*all_schemas(schema)]
     for one in schemas:
+        for name in [name for name, values in NEUTRAL.items() if one.get(name) in values]:
+            del one[name]
         if one.get("format") not in FORMATS:
             one.pop("format", None)
+        if isinstance(path := one.get("$ref"), str) and path.startswith("#"):
+            one["$ref"] = quote(path, safe=IN_URIS)
+        if "properties" in one and not DECIDING & one.keys():
+            one["type"] = "object"
     if closed:
         # what one of several schemas of an object closes, another may require
         listing = [] if any(map(combines, schemas)) else [part for part in parts if part.get("properties")]

@@ -13,12 +13,12 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (12_659, 24_464),
+    "api": (12_687, 24_508),
     "batcher": (2_813, 4_848),
     "gpu_worker": (10_830, 20_551),
     "common": (3_758, 7_499),
     "deploy": (2_531, 4_382),
-    "tests": (30_060, 52_387),
+    "tests": (30_082, 52_441),
     "benchmarks": (2_561, 4_302),
 }
 MOST_WORDS_OF_DOCS = 21_986

@@ -448,6 +448,27 @@ def test_only_a_complete_call_counts_wherever_the_text_ends(form: str) -> None:
     assert reasons == sorted(reasons) and reasons[-1] == "tool_calls"
 
 
+ANY = {"$ref": "#/$defs/any"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"anyOf": 5}, "3"),
+        ({"anyOf": [{"$ref": "#/$defs/number%20of"}, {"$ref": "#/$defs/number of"}]}, 3),
+        ({"anyOf": [{"$ref": "#/$defs/text"}, {"$ref": "#/$defs/text"}]}, "3"),
+        (ANY, "3"),
+    ],
+)
+def test_an_argument_has_the_type_that_references_lead_to(schema: Any, value: Any) -> None:
+    known = {"any": {"anyOf": 300 * [ANY]}, "number of": {"type": "integer"}, "text": {"type": "string"}}
+    parameters = {"properties": {"days": schema}, "$defs": known}
+    parser = ChoiceParser(Terms(calls="seed_oss", tools=[("weather", json.dumps(parameters))]), "r.0")
+    written = f"<seed:tool_call>\n{TAGGED}</seed:tool_call>"
+    [call] = render_message(parser, parser.read(written, 9, True))["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"city": "Oslo", "days": value}
+
+
 # --- chat answer parser -------------------------------------------------------------------------------------
 
 PIECES = (

@@ -56,10 +56,20 @@ SERVED = {
     "a property that is called as a keyword": schema(
         {"type": "object", "properties": {"not": {"type": "null"}, "format": {"const": {"format": "x"}}}}
     ),
+    "a name that is no URI": schema({"$defs": {"Pagé [int]": {}}, "$ref": "#/$defs/Pagé [int]"}),
+    "keywords that allow everything": schema(
+        {
+            "type": "object",
+            "propertyNames": {"type": "string"},
+            "additionalProperties": {"uniqueItems": False},
+        }
+    ),
     "a text that is forced without end": Grammar("grammar", 'start: /a+/ "a"', "f"),
     "regex": Grammar("regex", r"\d{4}-\d{2}", "f"),
     "choice": Grammar("choice", '["a", "b\\"c", "été", "/x/", "\\u007f"]', "f"),
+    "many choices": Grammar("choice", json.dumps([f"label {number}" for number in range(3000)]), "f"),
     "lark": Grammar("grammar", 'start: "a" | "b" start', "f"),
+    "lark whose start is inlined": Grammar("grammar", '?start: rest\nrest: "a"', "f"),
     "gbnf": Grammar("grammar", 'root ::= "a" | "b" root', "f"),
 }
 
@@ -148,6 +158,12 @@ async def test_a_grammar_that_cannot_be_served_is_refused_with_the_reason(text: 
     assert (refusal.value.status, refusal.value.param) == (422, "f")
 
 
+async def test_properties_alone_mean_an_object() -> None:
+    """As in the example of TGI's clients."""
+    source = await compile_grammar(schema({"properties": {"a": {"type": "integer"}}, "required": ["a"]}))
+    assert [accepts(source, text) for text in ('{"a": 1}', "5", "null")] == [True, False, False]
+
+
 async def test_white_space_between_the_tokens_of_json_is_bounded() -> None:
     source = await compile_grammar(schema({"type": "object"}))
     spaces = {"": True, " ": True, "  ": False, "\t": False, "\n" + 32 * " ": True, "\n" + 33 * " ": False}
@@ -175,13 +191,16 @@ CLOSED_SCHEMAS = [
     ({"type": "array", "items": NAME}, {"type": "array", "items": SHUT}),
     ({"anyOf": [NAME, {"type": "null"}]}, {"anyOf": [SHUT, {"type": "null"}]}),
     (DEFS | {"$ref": "#/$defs/P"}, {"$defs": {"P": SHUT}, "$ref": "#/$defs/P"}),
-    ({"properties": {"allOf": NAME}}, {"properties": {"allOf": SHUT}, "additionalProperties": False}),
+    (
+        {"properties": {"allOf": NAME}},
+        {"type": "object", "properties": {"allOf": SHUT}, "additionalProperties": False},
+    ),
 ]
 LEFT: list[Any] = [
     NAME | {"additionalProperties": True},
     NAME | {"patternProperties": {"^x": {}}},
     NAME | {"required": ["other"]},
-    {"allOf": [NAME, {"properties": {"age": {"type": "integer"}}}]},
+    {"allOf": [NAME, {"type": "object", "properties": {"age": {"type": "integer"}}}]},
     DEFS | NAME | {"$ref": "#/$defs/P"},
 ]
 
@@ -359,6 +378,20 @@ def test_arguments_are_an_object_whatever_their_schema_refers_to() -> None:
     source = grammar("hermes", ONE, {}, (listed,))
     assert not accepts_after(source, '<tool_call>\n{"name": "f", "arguments": [')
     assert accepts_after(source, '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>')
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "pythonic", "hermes"])
+def test_references_to_the_whole_mean_the_whole_in_single_arguments(name: str) -> None:
+    leaves = {"type": "array", "items": {"type": "object", "properties": {"n": {"type": "integer"}}}}
+    tree = {"children": {"type": "array", "items": {"$ref": "#"}, "maxItems": 1}, "leaves": leaves}
+    parts = {**tree, "more": {"$ref": "#/properties/leaves/items"}}
+    schema = {"type": "object", "properties": parts, "required": [*parts], "additionalProperties": False}
+    tool, form = Tool("f", schema, strict=True), CALL_FORMATS[name]
+    walker, source = Walker({}), grammar(name, ONE, {}, (tool,))
+    for seed in range(3):
+        text = walker.walk(source, seed, PARAMETER.end, PAIR.end)
+        [(_, arguments)] = Reading(form, tools=(tool,)).read(text).calls
+        jsonschema.validate(json.loads(arguments), schema)
 
 
 @pytest.mark.parametrize(
