@@ -44,7 +44,7 @@ MODEL = Shape(
         "object": "model",
         "created": 1764000000,
         "owned_by": "SmolLM2",
-        "root?": "HuggingFaceTB/SmolLM2",  # MODEL_ID, of a pool that is open; the path of a LoRA adapter
+        "root?": "HuggingFaceTB/SmolLM2",  # MODEL_ID as given, if the pool is open; an adapter's path
         "parent?": ("SmolLM2", None),  # the model that an adapter changes
         "max_model_len?": (4096, None),  # null until a worker has been ready
         "task?": "embed",  # of a model that makes vectors or scores
@@ -120,7 +120,7 @@ def render_model(name: str, pool: Pool | None = None) -> dict[str, Any]:
         return shown
     kind = {"task": pool.task} if pool.task else {}
     longest = pool.workers.limits.max_total_tokens or None
-    return shown | {"root": pool.settings.model_id, "parent": None, "max_model_len": longest, **kind}
+    return shown | {"root": pool.settings.given_model_id, "parent": None, "max_model_len": longest, **kind}
 
 
 def render_adapter(adapter: PoolAdapter, parent: str) -> dict[str, Any]:

@@ -204,6 +204,11 @@ class Settings(SettingFields):
         return self.served_model_name[0] if self.served_model_name else self.model_id
 
     @property
+    def given_model_id(self) -> str:
+        """MODEL_ID before the launcher put the model's directory in its place (`prepare.with_model`)."""
+        return self.served_model_name[-1] if self.served_model_name else self.model_id
+
+    @property
     def listen_host(self) -> str:
         """The address to listen on. A machine's name means all addresses, as in TGI: containers set
         HOSTNAME to theirs.

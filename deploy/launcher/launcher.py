@@ -634,6 +634,9 @@ class Roll:
             if name.lower() in FIXED:
                 raise SettingError(name, "cannot be changed by a roll; start the fleet anew")
         settings = Settings.read([], {**fleet.settings.environ(), **given})
+        if settings.served_model_name != fleet.settings.served_model_name:
+            names = (*settings.served_model_name, fleet.settings.given_model_id)
+            settings = settings.model_copy(update={"served_model_name": names})
         return cls(fleet, settings, start, say)
 
     def changed(self, environ: Mapping[str, str], back: bool = False) -> dict[str, str]:

@@ -451,7 +451,7 @@ def check_start(settings: Settings, names: Iterable[str], *kinds: str) -> None:
 
 def with_model(settings: Settings) -> Settings:
     """Find the model and its tokenizer, download or convert them where needed, and return the settings with
-    their directories: no other process has to look for them again.
+    their directories: no other process has to look for them again. MODEL_ID as given is the last name.
     """
     path, own = find_files(settings)
     check_context(settings, path)
@@ -462,8 +462,8 @@ def with_model(settings: Settings) -> Settings:
     if settings.models:
         others = (settings.of_pool(pool) for pool in settings.other_models)
         changed["models"] = tuple(f"{other.pool}={find_other(other)}" for other in others)
-    names = tuple(dict.fromkeys((*settings.served_model_name, settings.model_id)))
-    return settings.model_copy(update=changed | {"served_model_name": names})
+    changed["served_model_name"] = (*settings.served_model_name, settings.model_id)
+    return settings.model_copy(update=changed)
 
 
 def find_files(settings: Settings) -> tuple[Path, Path]:

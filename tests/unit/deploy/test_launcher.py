@@ -297,7 +297,8 @@ async def test_a_roll_changes_the_settings_of_each_pool_or_of_none(monkeypatch: 
     with pytest.raises(OrderFailed, match="w1 stays"):
         await roll(True, False, SERVED_MODEL_NAME="m")
     assert all(old.items() <= one.environ.items() for old, one in zip(before, fleet.ours, strict=True))
-    assert await roll(*[True] * 4, SERVED_MODEL_NAME="m") == ["m", "b", "m", "m"]
+    own = "m,smollm2"
+    assert await roll(*[True] * 4, SERVED_MODEL_NAME="m") == [own, "b", own, own], "MODEL_ID stays a name"
 
 
 # --- supervised process -------------------------------------------------------------------------------------
