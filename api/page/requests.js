@@ -87,6 +87,11 @@ function keyEntered() {
 
 // --- streams
 
+/** The token of a chunk, of the answer or of the reasoning before it. The first chunk has the role, and none. */
+export function tokenOf({ role, content, reasoning_content: thought } = {}) {
+  return role === undefined ? (content ?? thought) : undefined;
+}
+
 /** Yields the data of each event of a streamed answer, after calling `begun` with the answer's id. When the
  * connection is lost, another one goes on after the last event, at any gateway. Throws Refused, or
  * AbortError. */

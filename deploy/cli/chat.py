@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from rich.console import Console
 
 from common.settings.settings import SettingError
 from deploy.cli.client import (
@@ -41,20 +42,24 @@ class Conversation:
     def send(self, text: str, show: Callable[[str], None]) -> str:
         """Send a message, show the answer as it comes, and return it. Raises ServerError.
 
-        An exception (Ctrl-C) closes the connection. What was shown stays in the history; if no text came,
-        the history stays as it was.
+        An exception (Ctrl-C) closes the connection. The answer stays in the history, without its reasoning;
+        if nothing came, the history stays as it was.
         """
         self.messages.append({"role": "user", "content": text})
-        answer = ""
+        answer = reasoning = ""
         try:
             with answer_errors(str(self.client.base_url)), contextlib.closing(self.frames()) as frames:
                 for frame in frames:
                     choices = frame.get("choices") or [{}]
-                    piece = (choices[0].get("delta") or {}).get("content") or ""
+                    delta = choices[0].get("delta") or {}
+                    thought, piece = delta.get("reasoning_content") or "", delta.get("content") or ""
+                    if thought or (reasoning and piece and not answer):
+                        show_thought(thought or "\n")
+                    reasoning += thought
                     answer += piece
                     show(piece)
         finally:
-            if answer:
+            if answer or reasoning:
                 self.messages.append({"role": "assistant", "content": answer})
             else:
                 self.messages.pop()
@@ -122,6 +127,12 @@ def answer_once(conversation: Conversation) -> None:
 def show(text: str) -> None:
     sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
+
+
+def show_thought(text: str) -> None:
+    """Show reasoning dimmed; on stderr where stdout is no terminal."""
+    console = Console(stderr=not sys.stdout.isatty(), highlight=False, soft_wrap=True)
+    console.print(printable(text), style="dim", end="", markup=False, emoji=False)
 
 
 def run_terminal(conversation: Conversation) -> None:

@@ -28,6 +28,7 @@ class Server:
         bodies: of all POSTs, in order; `keys`: their authorization headers.
         num_closed: streams that their client closed before the end.
         pause_s: between two tokens.
+        num_thoughts: so many words of a chat's stream are reasoning.
         endless: the stream says the words again and again.
         refusal: status and body of every POST, instead of a stream.
     """
@@ -37,6 +38,7 @@ class Server:
     keys: list[str | None] = field(default_factory=list)
     num_closed: int = 0
     pause_s: float = 0.0
+    num_thoughts: int = 0
     endless: bool = False
     refusal: tuple[int, Any] | None = None
     late_error: Any = None
@@ -66,7 +68,8 @@ class Server:
         try:
             for i in range(num):
                 await asyncio.sleep(self.pause_s)
-                yield frame(token(path, WORDS[i % len(WORDS)] + " "))
+                name = "reasoning_content" if i < self.num_thoughts else "content"
+                yield frame(token(path, WORDS[i % len(WORDS)] + " ", name))
                 if self.late_error:
                     yield frame(self.late_error)
                     return
@@ -79,9 +82,9 @@ class Server:
         yield b"data: [DONE]\n\n"
 
 
-def token(path: str, text: str) -> dict[str, Any]:
+def token(path: str, text: str, name: str) -> dict[str, Any]:
     if "chat" in path:
-        return {"choices": [{"index": 0, "delta": {"content": text}}]}
+        return {"choices": [{"index": 0, "delta": {name: text}}]}
     return {"choices": [{"index": 0, "text": text}]}
 
 

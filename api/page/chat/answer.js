@@ -25,12 +25,14 @@ export class Answer {
   constructor() {
     this.words = make("div", { className: "words markdown" });
     this.markdown = new Markdown(this.words);
-    this.source = "";
-    this.tokens = [];
+    this.source = this.text = "";
+    this.thought = make("div", {});
+    const summary = make("summary", {}, "Reasoning");
+    this.thoughts = make("details", { className: "thoughts", hidden: true, open: true }, summary, this.thought);
     this.ribbon = make("div", { className: "ribbon", role: "img", hidden: true });
     this.status = make("p", { className: "status", hidden: true });
     this.figures = make("p", { className: "figures" });
-    const parts = [this.words, this.status, this.ribbon, this.figures];
+    const parts = [this.thoughts, this.words, this.status, this.ribbon, this.figures];
     this.node = make("article", { className: "turn model", "aria-label": "Answer" }, ...parts);
     this.node.dataset.state = "streaming";
     this.begun_ms = this.heard_ms = performance.now();
@@ -59,9 +61,9 @@ export class Answer {
   }
 
   showRuns() {
-    const parts = partsOf(this.runs, this.tokens.length);
+    const parts = partsOf(this.runs, this.num_tokens);
     this.ribbon.hidden = !this.runs.length;
-    showRibbon(this.ribbon, parts, this.tokens.length);
+    showRibbon(this.ribbon, parts, this.num_tokens);
     const words = parts
       .filter(({ worker }) => worker)
       .map(({ worker, count }) => `${nameOf(worker)} computed ${plural(count, "token")}`);
@@ -69,11 +71,8 @@ export class Answer {
     this.ribbon.setAttribute("aria-label", this.ribbon.title);
   }
 
-  get text() {
-    return this.tokens.join("");
-  }
-
-  add(text) {
+  /** Takes a token of the answer, or of the reasoning before it. */
+  add(text, isThought) {
     const now = performance.now();
     const silence_ms = now - this.heard_ms;
     if (this.first_ms === null) setTimeout(() => (look(), this.readRuns()), FIRST_LOOK_MS);
@@ -81,11 +80,22 @@ export class Answer {
     if (this.num_tokens && this.isLong(silence_ms, PAUSE_MS)) this.resumed(silence_ms);
     this.heard_ms = now;
     this.num_tokens += 1;
-    this.tokens.push(text);
-    this.source += withoutMarks(text);
-    this.markdown.show(this.source);
+    if (isThought) this.think(text);
+    else this.speak(text);
     this.status.hidden = true;
     this.show();
+  }
+
+  think(text) {
+    this.thoughts.hidden = false;
+    this.thought.append(text);
+  }
+
+  speak(text) {
+    if (!this.text) this.thoughts.open = false;
+    this.text += text;
+    this.source += withoutMarks(text);
+    this.markdown.show(this.source);
   }
 
   /** Whether a silence is longer than the pace of this answer explains. */

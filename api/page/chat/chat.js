@@ -1,7 +1,7 @@
 // The chat: its messages and the form.
 
 import { find, make, say } from "../dom.js";
-import { answerEvents, Refused } from "../requests.js";
+import { answerEvents, Refused, tokenOf } from "../requests.js";
 import { Answer } from "./answer.js";
 import { Markdown, withoutMarks } from "./markdown.js";
 import { chosen, startModel } from "./model.js";
@@ -77,7 +77,7 @@ function leaveUnanswered() {
   for (const button of find("talk").querySelectorAll(".again")) button.remove();
 }
 
-/** Requests an answer to the messages so far. */
+/** Requests an answer to the messages so far. Reasoning is no part of the conversation. */
 async function answer() {
   const one = new Answer();
   const history = turns;
@@ -93,7 +93,7 @@ async function answer() {
     else broke(one, error);
   }
   busy(null);
-  if (turns === history && one.text) turns.push({ role: "assistant", content: one.text });
+  if (turns === history && one.num_tokens) turns.push({ role: "assistant", content: one.text });
   if (turns === history) keep();
   follow();
 }
@@ -123,7 +123,8 @@ async function stream(one) {
       const frame = JSON.parse(data);
       if (frame.error) throw new Refused(200, frame.error.message ?? frame.error);
       const choice = frame.choices?.[0];
-      if (hasToken(choice)) one.add(choice.delta.content), follow();
+      const token = tokenOf(choice?.delta);
+      if (token !== undefined) one.add(token, choice.delta.content === undefined), follow();
       ending = choice?.finish_reason ?? ending;
       if (frame.usage) one.num_tokens = frame.usage.completion_tokens;
     }
@@ -133,11 +134,6 @@ async function stream(one) {
   }
   if (ending === null) throw new Refused(0, "");
   return ending;
-}
-
-/** The first chunk has the role, and no token. */
-function hasToken(choice) {
-  return typeof choice?.delta?.content === "string" && choice.delta.role === undefined;
 }
 
 function request() {

@@ -1,6 +1,7 @@
 // A cell of the wall: one answer as it streams in, its worker, and its pauses.
 
 import { figure, make, plural, say } from "../dom.js";
+import { tokenOf } from "../requests.js";
 import { partsOf, showRibbon } from "../runs.js";
 import { label, markOf, nameOf } from "../workers.js";
 import { Stretches } from "./stretches.js";
@@ -57,7 +58,8 @@ export class Cell {
     const frame = JSON.parse(data);
     if (frame.error) return this.fail(frame.error.message ?? frame.error);
     const { delta, finish_reason } = frame.choices[0];
-    if (typeof delta.content === "string" && delta.role === undefined) this.add(delta.content);
+    const token = tokenOf(delta);
+    if (token !== undefined) this.add(token);
     if (finish_reason) this.finish();
   }
 

@@ -393,6 +393,22 @@ def test_stdout_of_a_pipe_is_the_answer_only() -> None:
         assert server.keys == ["Bearer sk-1"]
 
 
+def test_reasoning_is_dimmed_or_on_stderr_and_no_part_of_the_conversation() -> None:
+    with running(num_thoughts=3) as server:
+        done = piped(server.url, b"Why?", "--max-tokens", "5")
+        assert (done.stdout, done.stderr) == (b"blue because \n", b"The sky is \n")
+        with terminal(server, "--max-tokens", "3") as person:
+            for question in ("Why?", "And now?"):
+                person.types(f"{question}\n")
+                person.waits_for("\x1b[2mThe \x1b[0m\x1b[2msky \x1b[0m\x1b[2mis \x1b[0m")
+                person.waits_for("› ")
+    assert server.bodies[-1]["messages"] == [
+        {"role": "user", "content": "Why?"},
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": "And now?"},
+    ]
+
+
 def test_an_error_after_the_first_token_is_shown() -> None:
     with running(late_error={"error": {"message": "the worker is gone"}}) as server:
         done = piped(server.url, b"Hi")

@@ -94,6 +94,7 @@ class ScriptedGateway:
     Attributes:
         routes: (method, path) → (path, body) → (status, JSON): further routes, which a test adds.
         asked: (method, path, body) of every request but those of the page and of its `/fleet`.
+        num_thoughts: so many tokens of each stream are reasoning.
         most: a stream that has so many tokens waits until this is more.
         cut_after: the connection of several answers is cut once, after this frame of one of them.
     """
@@ -115,7 +116,7 @@ class ScriptedGateway:
         self.made: Counter[str] = Counter()
         self.routes: dict[tuple[str, str], Route] = {}
         self.asked: list[tuple[str, str, Any]] = []
-        self.cut_after, self.most = 0, 10**6
+        self.cut_after, self.most, self.num_thoughts = 0, 10**6, 0
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         app = FastAPI()
@@ -239,7 +240,10 @@ class ScriptedGateway:
 
     def frames(self, name: str, seen: int) -> Iterator[tuple[int, str]]:
         deltas: list[dict[str, str]] = [{"role": "assistant", "content": ""}]
-        deltas += [{"content": (" " if i else "") + token} for i, token in enumerate(self.tokens)]
+        deltas += [
+            {"reasoning_content" if i < self.num_thoughts else "content": (" " if i else "") + token}
+            for i, token in enumerate(self.tokens)
+        ]
         for number, delta in enumerate(deltas[seen:], seen + 1):
             if number - 1 > self.counts[name]:
                 self.counts[name] = number - 1

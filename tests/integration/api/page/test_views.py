@@ -146,6 +146,33 @@ def test_a_question_is_kept_while_it_is_answered_and_the_server_judges_its_setti
         expect(page.locator(".turn.user")).to_have_text("Why blue?")
 
 
+def test_reasoning_is_shown_and_counted_but_no_part_of_the_conversation(browser: Browser) -> None:
+    with ScriptedGateway(text="Say hello. Hello you") as gateway, opened(browser, gateway.url) as page:
+        answer = page.locator(".turn.model")
+        for num_thoughts, words in ((2, " Hello you"), (4, "")):
+            gateway.num_thoughts, gateway.most = num_thoughts, 2
+            page.get_by_label("Message").fill("Greet me")
+            page.get_by_label("Message").press("Enter")
+            expect(answer.last.locator("details > div")).to_have_text("Say hello.")
+            expect(answer.last.locator("details > div")).to_be_visible()
+            expect(answer.last.locator(".figures")).to_contain_text("2 tokens · first token")
+            assert page.evaluate(CONTRAST) == []
+            gateway.most = 10
+            expect(answer.last).to_have_attribute("data-state", "done")
+            expect(answer.last.locator(".words")).to_have_text(words)
+            expect(answer.last.locator(".figures")).to_contain_text("4 tokens")
+        gateway.num_thoughts = 0
+        page.get_by_label("Message").fill("Again")
+        page.get_by_label("Message").press("Enter")
+        expect(answer).to_have_count(3)
+        question = {"role": "user", "content": "Greet me"}
+        assert [body["messages"] for _, path, body in gateway.asked if "chat" in path][2] == [
+            *(question, {"role": "assistant", "content": " Hello you"}),
+            *(question, {"role": "assistant", "content": ""}),
+            {"role": "user", "content": "Again"},
+        ]
+
+
 def adapter(name: str, **fields: Any) -> dict[str, Any]:
     known = {"name": name, "state": "ready", "num_workers": 2, "rank": 8, "path": f"/adapters/{name}"}
     return known | {"refused": {}} | fields

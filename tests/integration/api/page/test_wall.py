@@ -89,6 +89,15 @@ def test_later_runs_are_compared_with_the_undisturbed_one(browser: Browser) -> N
 
 
 @pytest.mark.slow
+def test_reasoning_is_text_of_a_cell(browser: Browser) -> None:
+    with ScriptedGateway(2, TEXT) as gateway, opened(browser, gateway.url) as page:
+        gateway.num_thoughts = 20
+        run_wall(page)
+        expect(page.locator(".cell[data-state=done]")).to_have_count(NUM_STREAMS)
+        assert {"".join(text for _, text in cell) for cell in stretches(page)} == {TEXT}
+
+
+@pytest.mark.slow
 def test_stopped_streams_are_cancelled(browser: Browser) -> None:
     with ScriptedGateway(2, TEXT) as gateway, opened(browser, gateway.url) as page:
         gateway.most = 5
