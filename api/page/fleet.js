@@ -1,6 +1,7 @@
 // The fleet's state: read every second, and passed to listeners.
 
 import { ask, readAccess } from "./requests.js";
+import { meet } from "./workers.js";
 
 const EVERY_MS = 1000;
 const PATIENCE_MS = 5000;
@@ -47,6 +48,7 @@ async function glance() {
     return isShown;
   }
   for (const one of fleet.processes) if (one.kind === "broker") one.id = `Redis-${one.pid}`;
+  meet(fleet.processes);
   measure(fleet);
   compare(fleet.processes);
   tell("seen", fleet);

@@ -87,7 +87,7 @@ function keyEntered() {
 
 // --- streams
 
-/** The token of a chunk, of the answer or of the reasoning before it. The first chunk has the role, and none. */
+/** The token of a chunk: of the answer, or of reasoning. The first chunk has the role, and no token. */
 export function tokenOf({ role, content, reasoning_content: thought } = {}) {
   return role === undefined ? (content ?? thought) : undefined;
 }

@@ -150,7 +150,7 @@ def new_table(**options: bool) -> Table:
 Columns = Mapping[str, Callable[[Any], str]]
 """Title → what makes the text of a row."""
 NUMBER = re.compile(r"[\d.,×– ]*")
-LONG = ("why", "said", "workers", "limits", "broker")
+LONG = ("why", "said", "workers", "limits", "broker", "host")
 """Titles of columns whose texts may be folded."""
 
 

@@ -91,8 +91,10 @@ def view(before: Snapshot, last: Snapshot, width: int) -> RenderableType:
         f"{number(requests.get('live'))} live, {number(requests.get('waiting'))} waiting{limit}"
         f"   {number(fleet['tokens_per_s'], 1)} tokens/s\n{health(fleet)[1]}\n"
     )
-    narrow: Columns = {**PROCESSES, "name": lambda one: str(one.get("id", "")).split("-")[0]}
-    columns = PROCESSES if width >= WIDE else {t: of for t, of in narrow.items() if t not in ("host", "pid")}
+    names = [name(one) for one in fleet["processes"]]
+    hidden = ("pid",) if len({*names}) < len(names) else ("host", "pid")
+    narrow: Columns = {title: of for title, of in (PROCESSES | {"name": name}).items() if title not in hidden}
+    columns = PROCESSES if width >= WIDE else narrow
     parts: list[RenderableType] = [
         Text(printable(head)),
         table_of(sorted(fleet["processes"], key=order), columns),
@@ -100,6 +102,11 @@ def view(before: Snapshot, last: Snapshot, width: int) -> RenderableType:
     if models := fleet.get("models"):
         parts += ["", table_of(models, MODELS)]
     return Group(*parts)
+
+
+def name(one: Snapshot) -> str:
+    """Return a process's id without its incarnation; replicas on several hosts may share it."""
+    return str(one.get("id", "")).rsplit("-", 1)[0]
 
 
 def order(one: Snapshot) -> tuple[int, str]:

@@ -12,7 +12,7 @@ const DASH = 18;
 const LEAST_HEIGHT = 128;
 /** Narrower than this there is no room for words on the lines and for units. */
 const ROOMY = 470;
-/** A box without this room for each character leaves units out. */
+/** A box without this room for each character leaves units out, and then the figure. */
 const CHARACTER = 6.6;
 const MARGINS = 24;
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
@@ -51,16 +51,16 @@ function groupsOf({ processes }) {
 }
 
 const gateway = ({ id, streams, state }) => {
-  return { key: nameOf(id), name: nameOf(id), text: plural(streams, "stream"), rate: streams, state };
+  return { key: id, name: nameOf(id), text: plural(streams, "stream"), rate: streams, state };
 };
 const batcher = ({ id, rows, state }) => {
-  return { key: nameOf(id), name: nameOf(id), text: plural(rows, "row"), rate: rows, state };
+  return { key: id, name: nameOf(id), text: plural(rows, "row"), rate: rows, state };
 };
 const worker = ({ id, rate, state, age_s }) => {
   const isOff = state !== "ready" || age_s > 2;
   const text = isOff ? (state === "ready" ? "silent" : state) : `${figure(rate)} tokens/s`;
   const shown = isOff ? { rate: 0, state: state === "asleep" ? state : "off" } : { rate, state };
-  return { key: nameOf(id), name: `${markOf(id)} ${nameOf(id)}`, text, colour: colourOf(id), ...shown };
+  return { key: id, name: `${markOf(id)} ${nameOf(id)}`, text, colour: colourOf(id), ...shown };
 };
 
 /** The first boxes, and one for all others. */
@@ -151,8 +151,9 @@ function boxAt({ box, x, y, width }) {
   group.append(frame, name, text);
   drawn.boxes.set(box.key, (now) => {
     name.textContent = now.name;
-    const fits = CHARACTER * (now.name.length + now.text.length) + MARGINS < width;
-    text.textContent = fits ? now.text : now.text.replace(/ tokens| streams?| rows?/, "");
+    const room = (width - MARGINS) / CHARACTER - now.name.length;
+    const brief = now.text.replace(/ tokens| streams?| rows?/, ""); // digits are narrow
+    text.textContent = now.text.length < room ? now.text : brief.length < room + 2 ? brief : "";
     group.dataset.state = now.state ?? "";
     group.classList.toggle("busy", now.rate > 0);
   });

@@ -2,14 +2,14 @@
 
 import { find, make } from "../dom.js";
 import { on } from "../fleet.js";
-import { split } from "../workers.js";
+import { nameOf, placeOf } from "../workers.js";
 
 const MAX_LINES = 60;
 /** A process that is silent for longer does not show its new state itself. */
 const FRESH_S = 1.5;
 
-const title = ({ kind, id }) => (kind === "broker" ? split(id)[0] : `${kind} ${split(id)[0]}`);
-const place = ({ kind, id, host }) => `${kind} ${split(id)[0]} ${host}`;
+const title = ({ kind, id }) => (kind === "broker" ? nameOf(id) : `${kind} ${nameOf(id)}`);
+const place = ({ kind, id }) => `${kind} ${placeOf(id)}`;
 const clock = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit", second: "2-digit" });
 
 /** When the last process of each name ended, until it is back. */

@@ -4,7 +4,7 @@
 import { bytes, figure, find, make, plural, say } from "../dom.js";
 import { kill, on } from "../fleet.js";
 import { note } from "./log.js";
-import { colourOf, compareNames, label, split } from "../workers.js";
+import { colourOf, compareNames, label, nameOf, placeOf } from "../workers.js";
 
 const SILENT_S = 2;
 const LINGER_MS = 30_000;
@@ -61,12 +61,12 @@ function arrange() {
 }
 
 function tile(process) {
-  const [name] = split(process.id);
   const state = make("span", { className: "state" });
   const foot = make("p", { className: "foot" });
   const [value, unit] = [make("output"), make("span")];
   const isWorker = process.kind === "worker";
-  const title = make("h3", {}, isWorker ? label(process.id) : name, make("small", {}, process.kind));
+  const name = isWorker ? label(process.id) : make("span", {}, nameOf(process.id));
+  const title = make("h3", {}, name, make("small", {}, process.kind));
   const dials = isWorker ? DIALS.map(dial) : [];
   const button = make("button", { type: "button", className: "kill", hidden: true }, "Kill");
   const node = make(
@@ -84,6 +84,7 @@ function tile(process) {
 
   function show(latest, demo) {
     self.process = latest;
+    say(name.lastChild, nameOf(latest.id));
     title.title = [latest.id, latest.host, `pid ${latest.pid}`, latest.dtype].filter(Boolean).join(", ");
     button.hidden = !demo;
     button.setAttribute("aria-label", `Kill ${latest.kind} ${latest.id}`);
@@ -122,8 +123,8 @@ function tile(process) {
   }
 
   function isLike(other) {
-    const { kind, id, host } = self.process;
-    return kind === other.kind && host === other.host && split(id)[0] === split(other.id)[0];
+    const { kind, id } = self.process;
+    return kind === other.kind && placeOf(id) === placeOf(other.id);
   }
 
   /** Whether this tile's process has ended, and the other one is its successor. */

@@ -26,9 +26,9 @@ export class Answer {
     this.words = make("div", { className: "words markdown" });
     this.markdown = new Markdown(this.words);
     this.source = this.text = "";
-    this.thought = make("div", {});
-    const summary = make("summary", {}, "Reasoning");
-    this.thoughts = make("details", { className: "thoughts", hidden: true, open: true }, summary, this.thought);
+    this.thought = make("div");
+    const shown = { className: "thoughts", hidden: true, open: true };
+    this.thoughts = make("details", shown, make("summary", {}, "Reasoning"), this.thought);
     this.ribbon = make("div", { className: "ribbon", role: "img", hidden: true });
     this.status = make("p", { className: "status", hidden: true });
     this.figures = make("p", { className: "figures" });

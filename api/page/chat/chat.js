@@ -31,6 +31,7 @@ export function startChat() {
   startModel();
   startPictures();
   JSON.parse(sessionStorage.getItem(HISTORY) ?? "[]").forEach(recall);
+  toEnd();
 }
 
 function ideaButton(idea) {
@@ -66,7 +67,7 @@ function send(text) {
   if (stopping) return;
   leaveUnanswered();
   recall({ role: "user", content: withPictures(text) });
-  find("talk").scrollTop = find("talk").scrollHeight;
+  toEnd();
   answer();
 }
 
@@ -171,8 +172,10 @@ function put(node) {
 /** Scrolls to the end, unless the reader has scrolled up. */
 function follow() {
   const talk = find("talk");
-  if (talk.scrollHeight - talk.scrollTop - talk.clientHeight < 160) talk.scrollTop = talk.scrollHeight;
+  if (talk.scrollHeight - talk.scrollTop - talk.clientHeight < 160) toEnd();
 }
+
+const toEnd = () => (find("talk").scrollTop = find("talk").scrollHeight);
 
 /** Stop takes the place of Send, and its focus, while an answer streams. */
 function busy(controller) {

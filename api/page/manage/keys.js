@@ -20,7 +20,8 @@ const list = make("div");
 
 export function startKeys(keys) {
   find("new-key").onsubmit = (event) => (event.preventDefault(), attempt(add));
-  find("issued-copy").onclick = () => navigator.clipboard?.writeText(find("issued-text").value);
+  find("issued-copy").hidden = !navigator.clipboard; // browsers have none for http:// but on this machine
+  find("issued-copy").onclick = copy;
   show(keys);
   find("keys").hidden = false;
   return make("div", {}, list, find("keys"));
@@ -89,7 +90,13 @@ const place = (keyId, what) => `${ROUTE}/${encodeURIComponent(keyId)}/${what}`;
 
 function issue({ key, key_id }) {
   say(find("issued-title"), `The key of ${key_id}`);
+  say(find("issued-copy"), "Copy");
   find("issued-text").value = key;
   find("issued").showModal();
   find("issued-text").select();
+}
+
+async function copy() {
+  await navigator.clipboard.writeText(find("issued-text").value);
+  say(find("issued-copy"), "Copied");
 }

@@ -6,7 +6,7 @@ import { figure, find, make, plural, say } from "../dom.js";
 import { kill, look, on } from "../fleet.js";
 import { ask, comeBack, mergedEvents } from "../requests.js";
 import { readRuns } from "../runs.js";
-import { compareNames, label, meet, nameOf } from "../workers.js";
+import { compareNames, label, nameOf, placeOf } from "../workers.js";
 import { Cell } from "./cell.js";
 import { isChaos, startChaos } from "./chaos.js";
 
@@ -57,10 +57,7 @@ export function startWall() {
     isDue: () => running && undisturbed && cells.every((cell) => !cell.isLive || cell.state === "streaming"),
     failed: (why) => tell(why, "bad"),
   });
-  on("seen", (fleet) => {
-    meet(fleet.processes.filter((one) => one.kind === "worker").map((one) => one.id));
-    showLegend(fleet);
-  });
+  on("seen", showLegend);
   on("went", lose);
   on("killed", lose);
   on("came", restore);
@@ -242,14 +239,14 @@ const chips = new Map();
 /** A chip for each worker: how many streams of the wall it has; in a demonstration it can be killed here. */
 function showLegend(fleet) {
   const workers = fleet.processes.filter((one) => one.kind === "worker");
-  const byName = new Map(workers.map((one) => [nameOf(one.id), one]));
-  for (const name of [...byName.keys()].sort(compareNames)) {
-    if (!chips.has(name)) {
-      chips.set(name, chip(byName.get(name)));
-      find("legend").append(chips.get(name).node);
+  const byPlace = new Map(workers.map((one) => [placeOf(one.id), one]));
+  for (const place of [...byPlace.keys()].sort(compareNames)) {
+    if (!chips.has(place)) {
+      chips.set(place, chip(byPlace.get(place)));
+      find("legend").append(chips.get(place).node);
     }
   }
-  for (const [name, one] of chips) one.show(byName.get(name), fleet.demo);
+  for (const [place, one] of chips) one.show(byPlace.get(place), fleet.demo);
 }
 
 function chip({ id }) {
@@ -257,10 +254,12 @@ function chip({ id }) {
   const output = make("output");
   const button = make("button", { type: "button", className: "kill", hidden: true }, "Kill");
   button.onclick = () => (button.disabled = true, kill(process).catch(({ message }) => tell(message, "bad")));
-  const node = make("li", { className: "chip" }, label(id), output, button);
+  const name = label(id);
+  const node = make("li", { className: "chip" }, name, output, button);
 
   function show(latest, demo) {
     process = latest;
+    say(name.lastChild, nameOf(id));
     const isReady = latest?.state === "ready";
     node.dataset.state = isReady || latest?.state === "asleep" ? latest.state : "away";
     button.hidden = !demo;

@@ -69,6 +69,25 @@ def test_models_that_take_turns_are_listed_with_what_waits(browser: Browser) -> 
             expect(row.locator("td")).to_have_text(["big", "3", "asleep in memory, the last swap took 1.3 s"])
 
 
+@pytest.mark.parametrize("is_secure", [True, False], ids=["this machine", "http in a network"])
+def test_a_new_key_is_copied_where_the_browser_lets_a_page(browser: Browser, is_secure: bool) -> None:
+    with ScriptedGateway() as gateway, opened(browser, gateway.url) as page:
+        managed(gateway)
+        gateway.routes["POST", "/admin/keys"] = lambda *_: (201, record("key_new") | {"key": "tf-secret"})
+        if is_secure:
+            page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        else:
+            page.add_init_script("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+            page.reload()
+        page.get_by_role("tab", name="Manage").click()
+        page.get_by_role("button", name="Add key").click()
+        expect(page.get_by_role("button", name="Copy")).to_be_visible(visible=is_secure)
+        if is_secure:
+            page.get_by_role("button", name="Copy").click()
+            expect(page.get_by_role("button", name="Copied")).to_be_visible()
+            assert page.evaluate("navigator.clipboard.readText()") == "tf-secret"
+
+
 def test_a_key_is_added_rotated_and_revoked(browser: Browser) -> None:
     with ScriptedGateway() as gateway:
         managed(gateway, record("key_a"))
@@ -144,6 +163,18 @@ def test_a_question_is_kept_while_it_is_answered_and_the_server_judges_its_setti
         assert [body["temperature"] for _, path, body in gateway.asked if "chat" in path] == [0.75]
         page.reload()
         expect(page.locator(".turn.user")).to_have_text("Why blue?")
+
+
+def test_a_long_conversation_stands_at_its_end_after_a_reload(browser: Browser) -> None:
+    with (
+        ScriptedGateway(text="\n\n".join(map(str, range(60)))) as gateway,
+        opened(browser, gateway.url) as page,
+    ):
+        chat(page)
+        chat(page)
+        page.reload()
+        expect(page.locator(".turn.model")).to_have_count(2)
+        expect(page.locator(".turn.model").last.get_by_text("59")).to_be_in_viewport()
 
 
 def test_reasoning_is_shown_and_counted_but_no_part_of_the_conversation(browser: Browser) -> None:
@@ -400,7 +431,8 @@ MANY = 24
 def chat(page: Page) -> None:
     page.get_by_label("Message").fill("Hello")
     page.get_by_label("Message").press("Enter")
-    expect(page.locator(".turn.model[data-state=done] .ribbon i")).to_have_count(1)
+    expect(page.locator(".turn.model").last.locator(".ribbon i")).to_have_count(1)
+    expect(page.locator(".turn.model").last).to_have_attribute("data-state", "done")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -3,7 +3,7 @@
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
-from tests.support.page.scripted_gateway import ScriptedGateway, opened
+from tests.support.page.scripted_gateway import ScriptedGateway, opened, worker
 from tests.support.waiting import wait_until_sync
 
 TEXT = " ".join(str(number) for number in range(60))
@@ -86,6 +86,28 @@ def test_later_runs_are_compared_with_the_undisturbed_one(browser: Browser) -> N
         expect(tally["tokens"]).to_have_text(f"{58 * 16 + 60 * 16:,}")
         expect(page.get_by_role("button", name="Run 16 streams")).to_be_visible()
         assert (tally["lost"].text_content(), tally["changed"].text_content()) == ("32", "16")
+
+
+@pytest.mark.slow
+def test_replicas_of_one_name_are_told_apart_by_what_is_their_hosts_own(browser: Browser) -> None:
+    with ScriptedGateway(3, TEXT) as gateway:
+        gateway.workers = [worker("w0", id=f"w0-{host}", host=f"pod-{host}") for host in "abc"]
+        gateway.most, shown = 12, ["●w0 a", "▲w0 b", "■w0 c"]
+        with opened(browser, gateway.url) as page:
+            run_wall(page)
+            expect(page.locator(".tile[data-kind=worker] h3 .worker")).to_have_text(shown)
+            expect(page.locator(".chip .worker")).to_have_text(shown)
+            expect(page.locator(".way .box .name")).to_have_text(
+                ["g0", "Redis", "b0", *(f"{one[0]} {one[1:]}" for one in shown)]
+            )
+            expect(page.locator(".chip output")).to_have_text(["6 streams", "5 streams", "5 streams"])
+            page.get_by_role("button", name="Kill w0 c", exact=True).click()
+            expect(page.locator(".chip", has_text="w0 c")).to_have_attribute("data-state", "away")
+            expect(page.locator("#log")).to_contain_text("worker w0 c was killed")
+            gateway.most = 1000
+            expect(page.locator("#wall-says")).to_contain_text("5 hops to another worker.")
+            titles = page.locator(".cell .stretch").evaluate_all("all => all.map(one => one.title)")
+            assert {title.partition(" computed")[0] for title in titles} == {one[1:] for one in shown}
 
 
 @pytest.mark.slow

@@ -195,6 +195,15 @@ def test_the_table_shows_every_process(width: int) -> None:
     assert all(word in lines[3] for word in ("w0", "ready", "2/256", "12/4 096", "43.0", "0.2 s", *wide))
 
 
+def test_a_narrow_table_has_the_hosts_of_replicas() -> None:
+    replicas = [FLEET["processes"][0] | {"id": f"w0-{i}", "host": f"fleet-worker-7d9f8-x{i}"} for i in (1, 2)]
+    out = io.StringIO()
+    fleet = FLEET | {"processes": replicas}
+    Console(file=out, width=80, color_system=None).print(status.view(fleet, fleet, 80))
+    text = "".join(out.getvalue().split())
+    assert "…" not in text and text.count("x1") == text.count("x2") == 1
+
+
 def test_outside_a_terminal_one_table_is_printed(
     ask: Ask, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
