@@ -93,7 +93,8 @@ def view(before: Snapshot, last: Snapshot, width: int) -> RenderableType:
     )
     names = [name(one) for one in fleet["processes"]]
     hidden = ("pid",) if len({*names}) < len(names) else ("host", "pid")
-    narrow: Columns = {title: of for title, of in (PROCESSES | {"name": name}).items() if title not in hidden}
+    every: Columns = {**PROCESSES, "name": name}
+    narrow = {title: of for title, of in every.items() if title not in hidden}
     columns = PROCESSES if width >= WIDE else narrow
     parts: list[RenderableType] = [
         Text(printable(head)),

@@ -16,9 +16,9 @@ MOST = {  # statements, lines
     "api": (12_687, 24_508),
     "batcher": (2_813, 4_848),
     "gpu_worker": (10_830, 20_551),
-    "common": (3_758, 7_499),
-    "deploy": (2_531, 4_382),
-    "tests": (30_082, 52_441),
+    "common": (3_760, 7_504),
+    "deploy": (2_547, 4_404),
+    "tests": (30_170, 52_565),
     "benchmarks": (2_561, 4_302),
 }
 MOST_WORDS_OF_DOCS = 21_986
