@@ -43,7 +43,7 @@ class AdapterRegistry:
         return sorted(found, key=lambda one: (one.added_ms, one.name))
 
     def with_loading(self, adapter: PoolAdapter, in_place: bool) -> "AdapterRegistry":
-        """Return the registry with an adapter that workers are to load. Raises ChangeRefused.
+        """Return the registry with one that workers are to load, ready if it was. Raises ChangeRefused.
 
         Args:
             in_place: it may take the place of another one of its name.
@@ -54,31 +54,29 @@ class AdapterRegistry:
         known = self.named(adapter.name)
         if not in_place and known and not known.failure:
             raise ChangeRefused(f"the adapter {adapter.name!r} is loaded already: `load_inplace` replaces it")
-        return self.put(replace(adapter, state=LOADING))
+        is_again = known is not None and known.key == adapter.key
+        return self.put(replace(adapter, state=READY if is_again else LOADING))
 
     def with_ready(self, key: str) -> "AdapterRegistry":
         """Return the registry in which requests get this adapter, and no other one of its name."""
-        if (adapter := self.adapters.get(key)) is None:
+        if (adapter := self.adapters.get(key)) is None or adapter.state == LEAVING:
             raise ChangeRefused("the adapter was unloaded while workers loaded it", True)
-        return self.without_name(adapter.name).put(replace(adapter, state=READY))
+        return self.without(lambda one: one.name == adapter.name).put(replace(adapter, state=READY))
 
-    def without_name(self, name: str) -> "AdapterRegistry":
-        """Return the registry in which requests get no adapter of this name."""
-        gone = {key: replace(one, state=LEAVING) for key, one in self.adapters.items() if one.name == name}
+    def without(self, is_unwanted: Callable[[PoolAdapter], bool]) -> "AdapterRegistry":
+        """Return the registry in which requests do not get these adapters."""
+        gone = {key: replace(one, state=LEAVING) for key, one in self.adapters.items() if is_unwanted(one)}
         return replace(self, adapters={**self.adapters, **gone})
 
     def with_failure(self, adapter: PoolAdapter, failure: str) -> "AdapterRegistry":
-        """Return the registry in which no further worker loads this adapter, unless it was written anew."""
+        """Return the registry that knows of one more engine that this adapter ended, unless that was written
+        anew. No further worker loads it from the second one on: the first may have been killed by chance.
+        """
         known = self.adapters.get(adapter.key)
         if known is None or known.added_ms != adapter.added_ms:
             return self
-        return replace(self, adapters={**self.adapters, adapter.key: replace(known, failure=failure)})
-
-    def without_key(self, key: str) -> "AdapterRegistry":
-        """Return the registry in which requests do not get this adapter."""
-        if (adapter := self.adapters.get(key)) is None:
-            return self
-        return replace(self, adapters={**self.adapters, key: replace(adapter, state=LEAVING)})
+        known = replace(known, num_ends=known.num_ends + 1, failure=failure if known.num_ends else "")
+        return replace(self, adapters={**self.adapters, adapter.key: known})
 
     def forgetting(self, keys: Iterable[str]) -> "AdapterRegistry":
         """Return the registry without adapters that nobody needs."""
@@ -126,11 +124,8 @@ async def read_registry(client: PoolClient) -> AdapterRegistry:
 
 async def read_newer(client: PoolClient, known: AdapterRegistry) -> AdapterRegistry:
     """Return the registry, which is read only if it is not the one that is known."""
-    return (
-        known
-        if await client.read_version(client.keys.adapters) == known.version
-        else await read_registry(client)
-    )
+    version = await client.read_version(client.keys.adapters)
+    return known if version == known.version else await read_registry(client)
 
 
 async def change_registry(

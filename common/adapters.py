@@ -32,13 +32,14 @@ class PoolAdapter:
 
     Attributes:
         name: by which clients ask for it.
-        path: its folder, or its hub id, perhaps with `@revision`; each worker finds it there.
+        path: its folder, or its hub id with `@` and the commit; each worker finds it there.
         digest: SHA-256 of its files, in hexadecimal digits: a worker that finds other files refuses it.
         state: LOADING, READY or LEAVING.
         rank: the largest of its matrices, by its configuration.
         base_model: that it was made for, by its configuration.
         added_ms: Unix time in ms; a record that is written anew has another one.
         failure: how an engine ended that loaded it; workers that do not have it yet refuse it.
+        num_ends: engines that ended while they loaded it.
     """
 
     name: str = wire_field("n")
@@ -49,6 +50,7 @@ class PoolAdapter:
     base_model: str = wire_field("b", default="")
     added_ms: int = wire_field("a", default=0)
     failure: str = wire_field("f", default="")
+    num_ends: int = wire_field("e", default=0)
 
     @property
     def key(self) -> str:
@@ -197,45 +199,48 @@ def read_config(folder: Path) -> AdapterConfig:
     return config
 
 
-def find_folder(path: str) -> Path:
-    """Return the folder of an adapter, after downloading it if need be. Raises AdapterFault.
+def find_folder(path: str) -> tuple[Path, str]:
+    """Return the folder of an adapter, after downloading it if need be, and the path by which others find the
+    same: of a hub id with the commit. Raises AdapterFault.
 
     Args:
         path: a folder, or a hub id, perhaps with `@revision`.
     """
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder.resolve()
+    try:
+        if (folder := Path(path).expanduser()).is_dir():
+            return folder.resolve(), str(folder.resolve())
+    except (OSError, RuntimeError) as error:  # such as a name that is too long, or `~` with one of no user
+        raise AdapterFault(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from error
     hub_id, _, revision = path.partition("@")
     if not HUB_ID.fullmatch(hub_id):
         raise AdapterFault(f"there is no folder {path}")
     try:
-        return model_files.download(hub_id, revision or None, model_files.no_progress, [*FILES])
+        folder = model_files.download(hub_id, revision or None, model_files.no_progress, [*FILES])
     except SettingError as error:
         raise AdapterFault(error.cause) from error
+    return folder, f"{hub_id}@{folder.name}"
 
 
 def digest_of(folder: Path) -> str:
-    """Return the SHA-256 of an adapter's files, in hexadecimal digits. Raises OSError."""
+    """Return the SHA-256 of an adapter's files, in hexadecimal digits. Raises AdapterFault."""
     whole = hashlib.sha256()
-    for name in FILES:
-        with (folder / name).open("rb") as file:
-            whole.update(hashlib.file_digest(file, "sha256").digest())
+    try:
+        for name in FILES:
+            with (folder / name).open("rb") as file:
+                whole.update(hashlib.file_digest(file, "sha256").digest())
+    except OSError as error:
+        raise AdapterFault(f"{folder} cannot be read: {error.strerror or error}") from error
     return whole.hexdigest()
 
 
 def find_adapter(source: AdapterSource) -> PoolAdapter:
     """Return the record of an adapter that a person names. Raises AdapterFault if it cannot be served."""
-    folder = find_folder(source.path)
+    folder, path = find_folder(source.path)
     config = read_config(folder)
-    try:
-        digest = digest_of(folder)
-    except OSError as error:
-        raise AdapterFault(f"{source.path} cannot be read: {error.strerror or error}") from error
     return PoolAdapter(
         source.name,
-        str(folder) if Path(source.path).expanduser().is_dir() else source.path,
-        digest,
+        path,
+        digest_of(folder),
         rank=config.max_rank,
         base_model=config.base_model_name_or_path,
         added_ms=int(1000 * time.time()),

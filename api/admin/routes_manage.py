@@ -35,7 +35,7 @@ from api.requests.service_terms import own_pool, pools_of
 from api.webhooks import StoredEvent, check_url, type_of
 from common import api_keys
 from common.adapter_registry import AdapterRegistry, change_registry
-from common.adapters import AdapterFault, HeldAdapters, PoolAdapter, find_adapter
+from common.adapters import LOADING, AdapterFault, HeldAdapters, PoolAdapter, find_adapter
 from common.api_keys import ApiKey, IssuedKey, KeyFields
 from common.broker.lua import call_script
 from common.broker.pool_client import ChangeRefused
@@ -314,12 +314,16 @@ def describe_adapter(holders: Mapping[str, HeldAdapters], adapter: PoolAdapter) 
 
 
 async def load_adapter(pools: PoolRegistry, source: AdapterSource, in_place: bool) -> None:
-    """Load an adapter on all workers of the gateway's own pool. If one of them refuses it, all unload it.
-    Raises ApiError.
+    """Load an adapter on all workers of the gateway's own pool. If one of them refuses it, all unload it,
+    unless requests got it before. Raises ApiError.
 
     Args:
         in_place: it may take the place of another one of its name, whose live requests go on with that one.
     """
+
+    def is_loading(one: PoolAdapter) -> bool:  # one that is loaded again is ready, and stays
+        return one.key == adapter.key and one.state == LOADING
+
     pool = pools.own
     refuse((pools.is_model(source.name), f"`lora_name`: {quoted(source.name)} is the name of a model"))
     await pool.check_admission()
@@ -329,7 +333,7 @@ async def load_adapter(pools: PoolRegistry, source: AdapterSource, in_place: boo
         raise invalid(f"`lora_path`: {fault}") from fault
     check_rank(pool, adapter)
     known = await pool.find_adapter(adapter.name)
-    if known and in_place and known.key == adapter.key and not known.failure:
+    if known and in_place and known.key == adapter.key and not known.failure and all_have(pool, adapter):
         return
     try:
         await change_adapters(pool, lambda found: found.with_loading(adapter, in_place))
@@ -339,9 +343,10 @@ async def load_adapter(pools: PoolRegistry, source: AdapterSource, in_place: boo
                     await asyncio.sleep(LOOK_S)
                     await pool.workers.refresh_unless_fresh()
                     await pool.adapters.refresh_unless_fresh()
+                    check_loading(pool, adapter)
             await change_adapters(pool, lambda found: found.with_ready(adapter.key))
         except BaseException:
-            await asyncio.shield(change_adapters(pool, lambda found: found.without_key(adapter.key)))
+            await asyncio.shield(change_adapters(pool, lambda found: found.without(is_loading)))
             raise
     except TimeoutError as error:
         raise unavailable(f"not all workers have loaded it within {LOAD_TIMEOUT_S:.0f} s") from error
@@ -361,9 +366,10 @@ async def unload_adapter(pool: Pool, name: str) -> None:
     """Give requests an adapter no more. Raises ApiError: 404 if there is none."""
 
     def without(found: AdapterRegistry) -> AdapterRegistry:
-        if found.named(name) is None:
+        after = found.without(lambda one: one.name == name)
+        if after == found:
             raise ChangeRefused(f"There is no adapter {quoted(name)}", True)
-        return found.without_name(name)
+        return after
 
     try:
         await change_adapters(pool, without)
@@ -382,7 +388,7 @@ def check_rank(pool: Pool, adapter: PoolAdapter) -> None:
     """
     (_, most), settings = pool.workers.adapter_room, pool.settings
     if not pool.workers.num_ready:
-        raise unavailable("no worker is ready")
+        raise unavailable("no worker is ready: while the model sleeps, no adapter is loaded")
     refuse(
         (not pool.workers.holders, "The workers of this pool serve no adapters", "lora_name"),
         (adapter.rank > most, f"`lora_path`: its rank is {adapter.rank}; MAX_LORA_RANK is {most}"),
@@ -392,16 +398,23 @@ def check_rank(pool: Pool, adapter: PoolAdapter) -> None:
 
 
 def all_have(pool: Pool, adapter: PoolAdapter) -> bool:
-    """Whether all ready workers have loaded an adapter. Raises ApiError (422) if one of them refuses it."""
-    known = pool.adapters.registry.adapters.get(adapter.key)
-    if known and known.added_ms == adapter.added_ms and known.failure:
-        raise invalid(f"`lora_path`: {known.failure}")
+    """Whether all ready workers have loaded an adapter."""
+    holders = pool.workers.holders.values()
+    return bool(holders) and all(adapter.key in held.loaded for held in holders)
+
+
+def check_loading(pool: Pool, adapter: PoolAdapter) -> None:
+    """Raises ApiError (422) if an adapter that is being loaded has ended engines, or a worker refuses it;
+    ChangeRefused if it was unloaded.
+    """
+    registry = pool.adapters.registry
+    known = registry.adapters.get(adapter.key)
+    if known and known.added_ms == adapter.added_ms:
+        registry.with_ready(known.key)
+        refuse((bool(known.failure), f"`lora_path`: {known.failure}"))
     for incarnation, held in pool.workers.holders.items():
         if why := held.why_not(adapter):
             raise invalid(f"`lora_path`: the worker {incarnation} refuses it: {why}")
-    return bool(pool.workers.holders) and all(
-        adapter.key in held.loaded for held in pool.workers.holders.values()
-    )
 
 
 # --- routes adapters ----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ it do something, are rows of `commands.toml` alone.
 
 import argparse
 import asyncio
+import contextlib
 import os
 import re
 import sys
@@ -256,8 +257,10 @@ def read_source(word: str) -> AdapterSource:
         source = read_adapter(word)
     except SettingError as error:
         raise SettingError("adapter", error.cause) from error
-    folder = Path(source.path).expanduser()
-    return source._replace(path=str(folder.resolve())) if folder.is_dir() else source
+    with contextlib.suppress(OSError, RuntimeError):  # the server says what is wrong with the path
+        if (folder := Path(source.path).expanduser()).is_dir():
+            return source._replace(path=str(folder.resolve()))
+    return source
 
 
 # --- drain --------------------------------------------------------------------------------------------------

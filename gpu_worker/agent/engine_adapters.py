@@ -118,8 +118,8 @@ class AdapterFollower:
         self.note_change()
 
     async def note_end(self, cause: Exception) -> None:
-        """Note why the engine has ended. If it was loading an adapter, no worker tries that one again: the
-        next engine would end, too.
+        """Note why the engine has ended. If it was loading an adapter that has ended another one before, no
+        worker tries that again: the next engine would end, too.
         """
         if (adapter := self.loading) is None:
             return
@@ -141,11 +141,8 @@ def find_own_folder(adapter: PoolAdapter) -> Path:
     """Return the folder of an adapter of the registry on this machine. Raises AdapterFault if it has other
     files.
     """
-    try:
-        folder = find_folder(adapter.path)
-        read_config(folder)
-        if digest_of(folder) != adapter.digest:
-            raise AdapterFault(f"{folder} has other files than when it was loaded: load it again")
-    except OSError as error:
-        raise AdapterFault(f"{adapter.path} cannot be read: {error.strerror or error}") from error
+    folder, _ = find_folder(adapter.path)
+    read_config(folder)
+    if digest_of(folder) != adapter.digest:
+        raise AdapterFault(f"{folder} has other files than when it was loaded: load it again")
     return folder

@@ -61,7 +61,7 @@ InferOutputs i o
 VectorAnswer f b d n q r t x
 AnswerTrace r p s
 HttpAnswer id ro st cr mo fp n pr rq px re tm rp in tr ve nu nc
-PoolAdapter n p d s r b a f
+PoolAdapter n p d s r b a f e
 HeldAdapters l r
 AdapterLoad r
 ApiKey id dg tn cl w mc rm tm bt ms ad ex rv am nm ca wu ws
@@ -160,7 +160,7 @@ def test_a_message_is_read_back_unknown_fields_are_ignored_and_wrong_types_refus
 def test_bytes_of_a_message_never_change() -> None:
     assert encode(Cancel("r1", "client")) == b"\x83\xa1v\x01\xa2id\xa2r1\xa1w\xa6client"
     assert encode(PoolAdapter("sql", "/s", "ab", READY, 8, "m", 5)) == (
-        b"\x89\xa1v\x01\xa1n\xa3sql\xa1p\xa2/s\xa1d\xa2ab\xa1s\xa5ready\xa1r\x08\xa1b\xa1m\xa1a\x05\xa1f\xa0"
+        b"\x8a\xa1v\x01\xa1n\xa3sql\xa1p\xa2/s\xa1d\xa2ab\xa1s\xa5ready\xa1r\x08\xa1b\xa1m\xa1a\x05\xa1f\xa0\xa1e\x00"
     )
     assert RECORD.pack(258, -0.5) == b"\x02\x01\0\0\0\0\0\xbf"
     assert unpack_ids(b"\xff\xff\xff\xff") == [-1]

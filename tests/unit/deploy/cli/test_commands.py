@@ -133,8 +133,11 @@ def test_an_adapter_is_loaded_from_its_whole_path_and_unloaded(
     assert ask("load", "--replace", "sql=sql") == (0, [("/v1/load_lora_adapter", body)])
     hub = {"lora_name": "org/sql", "lora_path": "org/sql@main", "load_inplace": False}
     assert ask("load", "org/sql@main") == (0, [("/v1/load_lora_adapter", hub)])
+    for strange in ("~no-such-user/x", f"/{'x' * 300}"):  # the server says what is wrong with it
+        body = {"lora_name": "sql", "lora_path": strange, "load_inplace": False}
+        assert ask("load", f"sql={strange}") == (0, [("/v1/load_lora_adapter", body)])
     assert ask("unload", "sql") == (0, [("/v1/unload_lora_adapter", {"lora_name": "sql"})])
-    assert capsys.readouterr().out == "Success\n" * 3
+    assert capsys.readouterr().out == "Success\n" * 5
 
 
 def test_adapters_are_listed_with_the_workers_that_refuse_them(

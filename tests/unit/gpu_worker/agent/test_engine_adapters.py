@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
+from common import model_files
 from common.adapter_registry import change_registry
 from common.adapters import READY, PoolAdapter, find_adapter
 from common.broker.pool_client import PoolClient
@@ -116,6 +117,25 @@ async def test_other_files_than_the_registry_says_are_refused(
     assert follower.adapters.message.loaded == [adapter.key]
 
 
+async def test_an_adapter_of_the_hub_stays_at_its_commit(
+    follower: AdapterFollower, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest = "1" * 40
+
+    def download(hub_id: str, revision: str | None, *_: object) -> Path:
+        commit = revision if revision and revision != "main" else newest
+        return write_adapter(tmp_path / commit, seed=int(commit[0]))
+
+    monkeypatch.setattr(model_files, "download", download)
+    for named in ("org/sql", "org/sql@main"):
+        adapter = find_adapter(AdapterSource("sql", named))
+        assert adapter.path == f"org/sql@{newest}"
+    newest = "2" * 40
+    await change_registry(follower.pool, lambda found: found.put(adapter))
+    await follow(follower)
+    assert commands(follower) == [SetAdapter(adapter.key, str(tmp_path / ("1" * 40)))]
+
+
 async def test_what_the_engine_refuses_is_told_with_the_cause(
     follower: AdapterFollower, tmp_path: Path
 ) -> None:
@@ -142,21 +162,22 @@ class DyingEngine(AdapterEngine):
         raise EngineDied("rank 0 ended with -9")
 
 
-async def test_a_load_that_ended_an_engine_is_not_tried_again(
+async def test_a_load_that_ended_two_engines_is_not_tried_again(
     redis: Redis, follower: AdapterFollower, tmp_path: Path
 ) -> None:
     adapter = await put(follower, write_adapter(tmp_path / "sql"))
     agent = await make_agent(redis)
-    has_it = follower_of(redis)
-    await follow(has_it)
     agent.worker = replace(agent.worker, max_loras=4)
-    agent.engine = agent.adapters.engine = agent.steps.engine = engine = DyingEngine()
-    assert not agent.is_busy()
-    with pytest.raises(EngineDied):
-        await agent.run()
-    assert engine.asked and agent.is_busy(), "the watchdog would end an engine that does not answer"
-    await follow(follower)
-    assert commands(follower) == []
+    has_it = follower_of(redis)
+    for next_one, loads in ((has_it, [SetAdapter(adapter.key, adapter.path)]), (follower, [])):
+        agent.engine = agent.adapters.engine = agent.steps.engine = engine = DyingEngine()
+        agent.adapters.loading = None
+        assert not agent.is_busy()
+        with pytest.raises(EngineDied):
+            await agent.run()
+        assert engine.asked and agent.is_busy(), "the watchdog would end an engine that does not answer"
+        await follow(next_one)
+        assert commands(next_one) == loads, "the first may have been killed by chance"
     assert follower.adapters.message.why_not(adapter).endswith("loaded sql: rank 0 ended with -9")
     await follow(has_it)
     assert has_it.adapters.message.loaded == [adapter.key]
