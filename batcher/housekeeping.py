@@ -19,7 +19,7 @@ from batcher.scheduling.sequence import Sequence
 from batcher.timeline import TimelineWriter
 from batcher.worker_registry import Since, WorkerRegistry
 from common.adapter_registry import AdapterRegistry, change_registry, read_newer
-from common.adapters import LEAVING, LOADING, READY, AdapterLoad, adapter_name
+from common.adapters import LEAVING, LOADING, READY, AdapterLoad, HeldAdapters, adapter_name
 from common.broker.heartbeat import Heartbeat
 from common.broker.keys import ADAPTERS_TTL_MS
 from common.broker.pool_client import ChangeRefused, PoolClient
@@ -56,9 +56,9 @@ class AdapterKeeper:
         """The names of the adapters that requests may name."""
         return [one.name for one in self.registry.ready]
 
-    async def look(self, scheduler: Scheduler) -> list[str]:
+    async def look(self, scheduler: Scheduler, holders: Collection[HeldAdapters]) -> list[str]:
         """Forget what is due, and return the ids of requests that no worker will ever compute: they wait, and
-        their adapter is in no worker, and in the registry no more, or failed.
+        no worker has their adapter or will load it. `holders`: what those have that serve adapters.
         """
         found = await read_newer(self.pool, self.registry)
         if not found.version:
@@ -76,9 +76,17 @@ class AdapterKeeper:
                         key for key in gone if key in found.adapters and found.adapters[key].state != READY
                     ),
                 )
-        held = {key for replica in scheduler.replicas.values() for key in replica.adapters}
-        hopeless = used - held - {key for key, one in self.registry.adapters.items() if not one.failure}
+        hopeless = {key for key in used if not self.may_be_served(key, holders)}
         return [one.request_id for one in sequences if one.waiting and one.request.adapter in hopeless]
+
+    def may_be_served(self, key: str, holders: Collection[HeldAdapters]) -> bool:
+        """Whether a worker has this adapter, or may load it: none does once all refuse it."""
+        if any(key in held.loaded for held in holders):
+            return True
+        adapter = self.registry.adapters.get(key)
+        if adapter is None or adapter.failure:
+            return False
+        return not holders or not all(held.why_not(adapter) for held in holders)
 
     def overdue(self, used: Collection[str]) -> list[str]:
         """Return the keys of adapters that have waited for their end for long enough."""
@@ -228,7 +236,7 @@ class Housekeeping:
             absent_ms = 1000 * await self.workers.absent_s()
             if absent_ms > self.grace_ms and not self.scheduler.replicas:  # none has joined meanwhile
                 self.end_waiting_clients()
-        for request_id in await self.adapters.look(self.scheduler):
+        for request_id in await self.adapters.look(self.scheduler, self.workers.holders):
             self.scheduler.cancel(request_id, "adapter")
         for channel, payload in self.channels.repeated_messages(SILENT_S):
             await self.pool.redis.publish(channel, payload)

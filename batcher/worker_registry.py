@@ -154,20 +154,25 @@ class KnownWorker:
     Attributes:
         is_earlier: it was there before this epoch, so it may hold requests.
         draining: it was told to end before its takeover.
-        adapters: those that it has loaded, as its heartbeat says.
+        held: its adapters, as its heartbeat says; None if it serves none.
     """
 
     state: WorkerState = WorkerState.FOUND
     is_earlier: bool = False
     draining: bool = False
     capacity: WorkerCapacity | None = None
-    adapters: frozenset[str] = frozenset()
+    held: HeldAdapters | None = None
 
     def note_adapters(self, held: bytes | None) -> None:
         """Note what a heartbeat says of adapters; what cannot be read changes nothing."""
         if held:
             with contextlib.suppress(WireError):
-                self.adapters = frozenset(decode(HeldAdapters, held).loaded)
+                self.held = decode(HeldAdapters, held)
+
+    @property
+    def loaded(self) -> frozenset[str]:
+        """The keys of the adapters with which rows may start."""
+        return frozenset(self.held.loaded if self.held else ())
 
     @property
     def is_followed(self) -> bool:
@@ -207,6 +212,12 @@ class WorkerRegistry:
 
     def state(self, incarnation: str) -> WorkerState:
         return self.workers[incarnation].state if incarnation in self.workers else WorkerState.FOUND
+
+    @property
+    def holders(self) -> list[HeldAdapters]:
+        """What the workers have that serve adapters, those included that are still to be taken over."""
+        gone = (WorkerState.SEALED, WorkerState.REMOVED)
+        return [one.held for one in self.workers.values() if one.held and one.state not in gone]
 
     def pending_takeovers(self) -> Iterator[str]:
         """Workers from before this epoch that may still hold requests."""
@@ -275,7 +286,7 @@ class WorkerRegistry:
         assert worker.capacity is not None
         left = self.scheduler.add_worker(worker.capacity, report, sequences)
         worker.state = WorkerState.ACTIVE
-        self.scheduler.set_adapters(incarnation, worker.adapters)
+        self.scheduler.set_adapters(incarnation, worker.loaded)
         if worker.draining:
             self.scheduler.workers.drain(incarnation)
         held = len(sequences) - len(left)
@@ -309,7 +320,7 @@ class WorkerRegistry:
                 self.scheduler.workers.drain(incarnation)
         for incarnation in states.keys() & self.workers.keys():
             self.workers[incarnation].note_adapters(found[incarnation][1])
-            self.scheduler.set_adapters(incarnation, self.workers[incarnation].adapters)
+            self.scheduler.set_adapters(incarnation, self.workers[incarnation].loaded)
         for incarnation, state in states.items():
             if state is not None and self.state(incarnation) in UNSENT:
                 await self.send_takeover(incarnation)

@@ -31,7 +31,7 @@ from batcher.scheduling.sequence import Sequence
 from batcher.timeline import TimelineWriter, spans_of
 from common import tracing
 from common.adapter_registry import change_registry, read_registry
-from common.adapters import LEAVING, LOADING, READY, PoolAdapter
+from common.adapters import LEAVING, LOADING, READY, HeldAdapters, PoolAdapter
 from common.broker.keys import Keys, parse_stream_id
 from common.broker.lua import Reply, ScriptCall
 from common.broker.pool_client import PoolClient
@@ -473,42 +473,61 @@ async def keys(keeper: AdapterKeeper) -> list[str]:
 
 async def test_an_unloaded_adapter_goes_once_nobody_has_used_it_for_a_while(keeper: AdapterKeeper) -> None:
     await put(keeper, LEAVING)
-    assert await keeper.look(scheduler(SQL.key)) == []
+    assert await keeper.look(scheduler(SQL.key), []) == []
     pass_time(keeper, 10 * LINGER_S)
-    assert await keeper.look(scheduler(SQL.key)) == []
+    assert await keeper.look(scheduler(SQL.key), []) == []
     assert await keys(keeper) == [SQL.key], "a live request has it"
-    await keeper.look(scheduler())
+    await keeper.look(scheduler(), [])
     assert await keys(keeper) == [SQL.key], "a gateway may not know yet"
     pass_time(keeper, LINGER_S)
-    await keeper.look(scheduler())
+    await keeper.look(scheduler(), [])
     assert await keys(keeper) == []
 
 
 async def test_an_adapter_whose_gateway_died_while_it_was_loaded_is_taken_back(keeper: AdapterKeeper) -> None:
     await put(keeper, LOADING)
-    await keeper.look(scheduler())
+    await keeper.look(scheduler(), [])
     pass_time(keeper, LOAD_TIMEOUT_S / 2)
-    await keeper.look(scheduler())
+    await keeper.look(scheduler(), [])
     assert await keys(keeper) == [SQL.key]
     pass_time(keeper, LOAD_TIMEOUT_S / 2)
-    await keeper.look(scheduler())
+    await keeper.look(scheduler(), [])
     assert await keys(keeper) == []
 
 
 async def test_a_request_whose_adapter_no_worker_will_load_is_named(keeper: AdapterKeeper) -> None:
     await put(keeper, READY)
-    assert await keeper.look(scheduler(SQL.key)) == []
-    await change_registry(keeper.pool, lambda found: found.with_failure(SQL, "it ended an engine"))
-    assert await keeper.look(scheduler(SQL.key, "")) == ["r0"]
+    for _ in range(2):  # one engine may have been killed by chance
+        assert await keeper.look(scheduler(SQL.key), []) == []
+        await change_registry(keeper.pool, lambda found: found.with_failure(SQL, "it ended an engine"))
+    assert await keeper.look(scheduler(SQL.key, ""), []) == ["r0"]
+
+
+async def test_a_request_ends_once_every_worker_refuses_its_adapter(redis: Redis, batcher: Batcher) -> None:
+    await batcher.start_epoch()
+    await put(AdapterKeeper(PoolClient(redis, KEYS)), READY)
+    await admit(redis, replace(make_request("r1"), adapter=SQL.key))
+    has, free = HeldAdapters([SQL.key]), HeldAdapters()
+    earlier = HeldAdapters([], [(SQL.key, SQL.added_ms - 1, "its record was another one")])
+    refuses = HeldAdapters([], [(SQL.key, SQL.added_ms, "its files are gone")])
+    for worker in ("w1", "w2", "w3"):
+        await start_worker(redis, worker)  # w3 serves no adapters
+    for held, is_served in ((has, True), (free, True), (earlier, True), (refuses, False)):
+        assert not await error_of(redis, "r1")
+        for worker, adapters in (("w1", refuses), ("w2", held)):
+            held_now = {"adapters": encode(adapters)}
+            await redis.hset(KEYS.worker(worker), mapping=held_now)  # type: ignore[misc]
+        await turns(batcher)
+        assert (await error_of(redis, "r1") is None) == is_served
 
 
 async def test_a_request_whose_adapter_is_gone_is_named(keeper: AdapterKeeper) -> None:
     await put(keeper, READY)
-    assert await keeper.look(scheduler("", SQL.key, "other@1")) == ["r2"]
+    assert await keeper.look(scheduler("", SQL.key, "other@1"), []) == ["r2"]
 
 
 async def test_nothing_is_lost_with_the_registry(keeper: AdapterKeeper) -> None:
-    assert await keeper.look(scheduler(SQL.key)) == [], "a gateway writes it again"
+    assert await keeper.look(scheduler(SQL.key), []) == [], "a gateway writes it again"
 
 
 # --- actions ------------------------------------------------------------------------------------------------
