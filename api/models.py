@@ -83,12 +83,15 @@ async def list_models(
     list.
     """
     pools = pools_of(request)
+    adapters: dict[str, dict[str, Any]] = {}
+    for pool in pools.all():
+        for one in pool.adapters.registry.ready:
+            adapters.setdefault(one.name, render_adapter(one, pool.settings.model_name))
     models = []
     for name in pools.served_names():  # of pools that are not open nobody knows what their model makes
         opened = (pool for pool in pools.all() if names_own(name, pool.settings))
-        models.append(render_model(name, next(opened, None)))
-    for pool in pools.all():
-        models += [render_adapter(one, pool.settings.model_name) for one in pool.adapters.registry.ready]
+        models += [] if name in adapters else [render_model(name, next(opened, None))]
+    models += adapters.values()
     if VERSION_HEADER in request.headers:
         return page(models, limit, after_id, before_id)
     return {"object": "list", "data": models, "models": NO_CATALOGUE}

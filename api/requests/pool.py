@@ -624,6 +624,8 @@ def adapters_of(settings: Settings) -> list[PoolAdapter]:
     """Return the records of the adapters of LORA_ADAPTERS. Raises SettingError."""
     found = []
     for source in settings.adapters:
+        if names_own(source.name, settings) or source.name in settings.other_models:
+            raise SettingError("lora_adapters", f"{source.name!r} is the name of a model")
         try:
             found.append(find_adapter(source))
         except AdapterFault as fault:

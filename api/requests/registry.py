@@ -185,9 +185,7 @@ class PoolRegistry:
         model.
         """
         own, known = self.own.settings, self.directory.pools
-        holding = [own.pool] if self.own.adapters.find(name) else []
-        holding += [one for one, pool in known.items() if one != own.pool and name in pool.entry.adapters]
-        if name and holding:
+        if name and (holding := self.holding(name)):
             return Target(holding, name, name)
         is_own = not name or names_own(name, own)
         model = own.model_name if is_own else name or ""
@@ -199,6 +197,17 @@ class PoolRegistry:
         else:
             pools = [own.pool, *others] if is_own or (own.any_model_name and not others) else others
         return Target(pools, "", own.model_name if is_own or pools == [own.pool] else model)
+
+    def holding(self, adapter: str) -> list[str]:
+        """The pools that have an adapter of this name, all of one model: of the own one, if the own pool has
+        it.
+        """
+        own, known = self.own.settings, self.directory.pools
+        others = [one for one in known if one != own.pool and adapter in known[one].entry.adapters]
+        if self.own.adapters.find(adapter):
+            return [own.pool, *(one for one in others if self.has_model(one, own.model_name))]
+        others.sort(key=lambda one: (not known[one].is_live, one))
+        return [one for one in others if known[one].entry.model_id == known[others[0]].entry.model_id]
 
     def is_model(self, name: str) -> bool:
         """Whether a client that names `name` means a model, or a pool."""

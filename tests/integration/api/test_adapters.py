@@ -17,11 +17,12 @@ from api.app import Gateway
 from batcher.housekeeping import count_adapters
 from batcher.scheduling.sequence import PlacedRow
 from common.adapter_registry import AdapterRegistry, change_registry, read_registry
-from common.adapters import AdapterLoad, HeldAdapters, adapter_name, find_adapter
+from common.adapters import LOADING, AdapterLoad, HeldAdapters, adapter_name, find_adapter
 from common.broker.pool_client import PoolClient
 from common.messages.codec import encode
 from common.messages.request import extend_hashes, prompt_hashes, root_hash
 from common.settings.fields import AdapterSource
+from common.settings.settings import SettingError
 from deploy.launcher.embedded_broker import Broker
 from tests.support.adapters.files import write_adapter
 from tests.support.answers import post
@@ -219,6 +220,28 @@ async def test_an_adapter_of_another_pool_is_found_by_the_directory(broker: Brok
         assert "legal" in [one["id"] for one in listed]
 
 
+async def test_an_adapter_of_two_pools_is_that_of_the_own_model_and_is_listed_once(
+    broker: Broker, tmp_path: Path
+) -> None:
+    words = tuple(f"{name}={write_adapter(tmp_path / name)}" for name in ("legal", "sql"))
+    their_own = ["legal", "theirs"]
+    async with (
+        announced(broker.url, "b", models=["another"], adapters=their_own),
+        announced(broker.url, "c", models=["third"], adapters=their_own, model_id="third"),
+        announced(broker.url, "d", models=["smollm2"], adapters=["legal"]),
+        adapter_fleet(broker.url, lora_adapters=words) as (_, gateway, client),
+    ):
+        pools = gateway.pools
+        await wait_until(lambda: len(pools.directory.pools) == 3)
+        assert pools.resolve("legal").pools == ["default", "d"]
+        assert pools.resolve("theirs").pools == ["b"]
+        await wait_until(lambda: "d" in pools.foreign)
+        listed = await names(client)
+        assert len(listed) == len({*listed}), listed
+        assert {*their_own, "sql", "smollm2", "another", "third"} <= {*listed}
+        assert (await client.get("/v1/models")).json()["data"][-2]["parent"] == "smollm2"
+
+
 async def unload(client: httpx.AsyncClient, name: str) -> httpx.Response:
     return await client.post("/v1/unload_lora_adapter", json={"lora_name": name})
 
@@ -287,6 +310,40 @@ async def test_an_adapter_that_a_worker_refuses_is_taken_back(broker: Broker, tm
         assert worker.seen
 
 
+async def test_an_adapter_that_a_worker_lacks_is_loaded_again_while_requests_get_it(
+    broker: Broker, tmp_path: Path
+) -> None:
+    folder = write_adapter(tmp_path / "sql")
+    async with (
+        adapter_fleet(broker.url, lora_adapters=(f"sql={folder}",)) as (worker, gateway, client),
+        following(broker.url, answers=False) as other,
+    ):
+
+        async def again(status: int) -> None:
+            await gateway.pool.workers.refresh()
+            asked = asyncio.create_task(load(client, "sql", folder, load_inplace=True))
+            while not asked.done():
+                assert await serves(client, "sql"), "the other worker has it"
+            assert (await asked).status_code == status
+
+        await wait_until(lambda: worker.held.loaded == other.held.loaded != [])
+        before = gateway.pool.adapters.find("sql")
+        await again(200)
+        assert gateway.pool.adapters.find("sql") == before, "all have it"
+        other.refuses["sql"] = "its files are away"
+        await wait_until(lambda: bool(other.held.refused))
+        await again(400)
+        assert await serves(client, "sql")
+        other.may_load.clear()
+        del other.refuses["sql"]
+        asked = asyncio.create_task(again(200))
+        await wait_until(lambda: gateway.pool.adapters.find("sql") != before)
+        assert not asked.done()
+        other.may_load.set()
+        await asked
+        assert worker.held.loaded == other.held.loaded
+
+
 async def test_an_adapter_whose_load_ended_an_engine_is_refused_and_may_be_loaded_again(
     broker: Broker, tmp_path: Path
 ) -> None:
@@ -296,11 +353,37 @@ async def test_an_adapter_whose_load_ended_an_engine_is_refused_and_may_be_loade
         asked = asyncio.create_task(load(client, "sql", folder))
         registry = await wait_until(lambda: loading(gateway))
         [adapter] = registry.adapters.values()
-        await change_registry(gateway.pool.client, lambda found: found.with_failure(adapter, "it ended w0"))
+        for _ in range(2):
+            await change_registry(
+                gateway.pool.client, lambda found: found.with_failure(adapter, "it ended w0")
+            )
         refused = await asked
         assert (refused.status_code, refused.json()["error"]["message"]) == (400, "`lora_path`: it ended w0")
         worker.may_load.set()
         assert (await load(client, "sql", folder)).status_code == 200
+
+
+async def test_an_adapter_that_is_being_loaded_can_be_unloaded(broker: Broker, tmp_path: Path) -> None:
+    """Also where its gateway died: its name would be taken for long."""
+    one, two = write_adapter(tmp_path / "one"), write_adapter(tmp_path / "two", seed=5)
+    async with adapter_fleet(broker.url, lora_adapters=(f"old={one}",)) as (worker, gateway, client):
+        await wait_until(lambda: worker.held.loaded != [])
+        for name in ("new", "old"):
+            worker.may_load.clear()
+            asked = asyncio.create_task(load(client, name, two, load_inplace=True))
+            await wait_until(lambda name=name: is_loading(gateway, name))  # type: ignore[misc]
+            assert (await unload(client, name)).status_code == 200
+            refused = await asked
+            assert refused.status_code == 400
+            assert "the adapter was unloaded while workers loaded it" in refused.text
+            assert (await complete(client, name)).status_code == 404
+            worker.may_load.set()
+            assert (await load(client, name, two)).status_code == 200
+
+
+async def is_loading(gateway: Gateway, name: str) -> bool:
+    found = (await read_registry(gateway.pool.client)).adapters.values()
+    return (name, LOADING) in [(one.name, one.state) for one in found]
 
 
 async def loading(gateway: Gateway) -> AdapterRegistry | None:
@@ -334,6 +417,12 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"lora_name": "smollm2"}, {}, "`lora_name`: 'smollm2' is the name of a model"),
     ({"lora_name": "tgi"}, {}, "'tgi' is the name of a model"),
     ({"lora_path": "/nowhere"}, {}, "`lora_path`: there is no folder /nowhere"),
+    (
+        {"lora_path": "~no-such-user/x"},
+        {},
+        "`lora_path`: ~no-such-user/x cannot be read: Could not determine",
+    ),
+    ({"lora_path": f"/{'x' * 300}"}, {}, "x cannot be read: File name too long"),
     ({"lora_path": "org/sql@../../../x"}, {}, "`lora_path`: '../../../x' is no revision"),
     ({"lora_path": "/tmp"}, {}, "/tmp has no adapter_config.json"),
     ({}, {"peft_type": "IA3"}, "`lora_path`: its peft_type is IA3; LORA is served"),
@@ -357,6 +446,16 @@ async def test_what_is_no_adapter_is_refused(broker: Broker, tmp_path: Path) -> 
             assert response.status_code == 400
             assert words in response.json()["error"]["message"]
         assert not (await read_registry(gateway.pool.client)).adapters
+
+
+@pytest.mark.parametrize("name", ["smollm2", "other", "tgi"])
+async def test_a_name_of_a_model_is_no_adapter_of_the_settings(
+    broker: Broker, tmp_path: Path, name: str
+) -> None:
+    words: dict[str, Any] = {"lora_adapters": (f"{name}={write_adapter(tmp_path)}",)}
+    with pytest.raises(SettingError, match=f"'{name}' is the name of a model"):
+        async with serving(broker.url, models=("other=smollm2",), **words):
+            pass
 
 
 async def test_an_adapter_is_replaced_only_in_place(broker: Broker, tmp_path: Path) -> None:
