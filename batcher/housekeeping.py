@@ -11,7 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 
 from batcher import batcher_scripts
 from batcher.scheduling.scheduler import Scheduler
@@ -70,12 +70,7 @@ class AdapterKeeper:
         if gone := self.overdue(used):
             log.info("adapters that are gone: %s", ", ".join(gone))
             with contextlib.suppress(ChangeRefused):  # others change it all the time
-                self.registry = await change_registry(
-                    self.pool,
-                    lambda found: found.forgetting(  # unless they have been loaded again meanwhile
-                        key for key in gone if key in found.adapters and found.adapters[key].state != READY
-                    ),
-                )
+                self.registry = await change_registry(self.pool, lambda found: without_all(found, gone))
         hopeless = {key for key in used if not self.may_be_served(key, holders)}
         return [one.request_id for one in sequences if one.waiting and one.request.adapter in hopeless]
 
@@ -101,6 +96,12 @@ class AdapterKeeper:
             for key, state in self.waiting.since_s
             if self.waiting.lasts_s((key, state)) >= linger_s[state]
         ]
+
+
+def without_all(found: AdapterRegistry, gone: Collection[str]) -> AdapterRegistry:
+    """Return the registry without these adapters, unless they have been loaded again meanwhile."""
+    kept = {key: one for key, one in found.adapters.items() if key not in gone or one.state == READY}
+    return replace(found, adapters=kept)
 
 
 STATE_TTL_MS = 60_000

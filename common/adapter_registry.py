@@ -78,11 +78,6 @@ class AdapterRegistry:
         known = replace(known, num_ends=known.num_ends + 1, failure=failure if known.num_ends else "")
         return replace(self, adapters={**self.adapters, adapter.key: known})
 
-    def forgetting(self, keys: Iterable[str]) -> "AdapterRegistry":
-        """Return the registry without adapters that nobody needs."""
-        gone = {*keys}
-        return replace(self, adapters={key: one for key, one in self.adapters.items() if key not in gone})
-
     def seeded_with(self, adapters: Iterable[PoolAdapter]) -> "AdapterRegistry":
         """Return the registry with the adapters of settings, those that it has had from them before left out.
         Raises ChangeRefused.

@@ -14,11 +14,11 @@ from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
     "api": (12_705, 24_535),
-    "batcher": (2_824, 4_867),
+    "batcher": (2_827, 4_868),
     "gpu_worker": (10_828, 20_548),
-    "common": (3_761, 7_504),
+    "common": (3_758, 7_499),
     "deploy": (2_550, 4_407),
-    "tests": (30_268, 52_707),
+    "tests": (30_269, 52_708),
     "benchmarks": (2_561, 4_302),
 }
 MOST_WORDS_OF_DOCS = 21_986

@@ -65,8 +65,8 @@ async def put(follower: AdapterFollower, path: Path) -> PoolAdapter:
     return adapter
 
 
-async def forget(follower: AdapterFollower, adapter: PoolAdapter) -> None:
-    await change_registry(follower.pool, lambda found: found.forgetting([adapter.key]))
+async def forget(follower: AdapterFollower) -> None:
+    await change_registry(follower.pool, lambda found: replace(found, adapters={}))
 
 
 async def follow(follower: AdapterFollower) -> None:
@@ -82,7 +82,7 @@ async def test_the_engine_loads_what_the_registry_has_and_unloads_what_it_has_no
     await follow(follower)
     assert commands(follower) == [SetAdapter(adapter.key, str(tmp_path / "sql"))]
     assert follower.adapters.message.loaded == [adapter.key]
-    await forget(follower, adapter)
+    await forget(follower)
     await follow(follower)
     assert commands(follower) == [SetAdapter(adapter.key)]
     assert follower.adapters.message.loaded == []
@@ -91,7 +91,7 @@ async def test_the_engine_loads_what_the_registry_has_and_unloads_what_it_has_no
 async def test_an_adapter_stays_while_a_row_has_it(follower: AdapterFollower, tmp_path: Path) -> None:
     adapter = await put(follower, write_adapter(tmp_path / "sql"))
     await follow(follower)
-    await forget(follower, adapter)
+    await forget(follower)
     follower.used = lambda: {adapter.key}
     await follow(follower)
     assert follower.adapters.message.loaded == [adapter.key]
@@ -144,7 +144,7 @@ async def test_what_the_engine_refuses_is_told_with_the_cause(
     adapter = await put(follower, write_adapter(tmp_path / "sql"))
     await follow(follower)
     assert follower.adapters.message.why_not(adapter) == follower.engine.cause
-    await forget(follower, adapter)
+    await forget(follower)
     await follow(follower)
     assert follower.adapters.message.refused == []
 
