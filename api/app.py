@@ -16,7 +16,6 @@ from typing import Any
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.routing import APIRoute
-from fastapi.security import HTTPBearer
 from fastapi_offline import FastAPIOffline
 from sse_starlette.sse import AppStatus
 from starlette.middleware.cors import CORSMiddleware
@@ -252,20 +251,18 @@ def make_routes(gateway: Gateway, refuses: Callable[[], bool] = lambda: False) -
     app.state.access = gateway.access
     app.state.files = gateway.files
     app.state.refuses = refuses
-    app.router.routes.extend(checked_routes(bool(gateway.settings.api_key)))
+    app.router.routes.extend(checked_routes())
     return app
 
 
 @cache
-def checked_routes(has_keys: bool) -> list[BaseRoute]:
+def checked_routes() -> list[BaseRoute]:
     """The routes of all gateways of this process, each with its checks, which find the gateway's state in the
     request. They are made whole here: FastAPI would make them while the first request waits.
     """
     parent = APIRouter(generate_unique_id_function=lambda route: route.name)
     for checks, routers in ROUTERS:
         dependencies = [Depends(check, scope="function") for check in checks]
-        if has_keys and check_key in checks:
-            dependencies.append(Depends(HTTPBearer(auto_error=False)))  # for /docs
         for router in routers:
             parent.include_router(router, dependencies=dependencies)
     nothing = {"type": "http", "method": "GET", "path": "", "headers": []}

@@ -297,7 +297,7 @@ CHAT = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
 @router.post(
     "/tokenize",
     summary="Tokenize a text",
-    openapi_extra=json_body(TokenizeRequest, TEXT),
+    openapi_extra=json_body(TokenizeRequest | TokenizePromptRequest | TokenizeChatRequest, TEXT),
     responses=answer((SIMPLE_TOKENS, PROMPT_TOKENS)),
 )
 async def tokenize(request: Request) -> Response:

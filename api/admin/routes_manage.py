@@ -67,7 +67,9 @@ def describe_key(key: ApiKey, now_s: float) -> dict[str, Any]:
     return {name: getattr(key, name) for name in SHOWN_FIELDS} | {"state": key.state(now_s)}
 
 
-SHOWN_KEY = describe_key(ApiKey("key_5f0f8c0e", "", tenant="acme", name="reports"), 0)
+SHOWN_KEY = describe_key(
+    ApiKey("key_5f0f8c0e", "", tenant="acme", name="reports", models=["SmolLM2"], adapters=["sql"]), 0
+)
 KEY = Shape("KeyInfo", SHOWN_KEY)
 NEW_KEY = Shape("NewKey", {**SHOWN_KEY, "key": "tf-…"})
 KEYS = Shape("KeyList", {"keys": [KEY]})

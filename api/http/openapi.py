@@ -9,7 +9,7 @@ from functools import cache
 from typing import Annotated, Any, NamedTuple
 
 from fastapi import FastAPI, Path
-from pydantic import BaseModel
+from pydantic import TypeAdapter
 
 from common.settings.settings import Settings
 
@@ -96,8 +96,8 @@ text-generation-inference use `http://localhost:{settings.port}`.
 """
 
 
-def json_body(model: type[BaseModel], example: dict[str, Any]) -> dict[str, Any]:
-    """A route's `openapi_extra`: its body is JSON of this model; /docs proposes the example."""
+def json_body(model: Any, example: dict[str, Any]) -> dict[str, Any]:
+    """A route's `openapi_extra`: its body is JSON of this model or union; /docs proposes the example."""
     content = {"schema": json_schema(model, "validation"), "example": example}
     return {"requestBody": {"required": True, "content": {"application/json": content}}}
 
@@ -187,21 +187,35 @@ def only(responses: Responses, *statuses: int) -> Responses:
 
 
 @cache
-def json_schema(model: type[BaseModel], mode: Any) -> dict[str, Any]:
-    """The JSON schema of a model; schemas that it refers to are under `$defs` (see `hoist_definitions`)."""
-    return model.model_json_schema(ref_template=SCHEMA_REFERENCE, mode=mode)
+def json_schema(model: Any, mode: Any) -> dict[str, Any]:
+    """The JSON schema of a model or union; what it refers to is under `$defs` (see `hoist_definitions`)."""
+    return TypeAdapter(model).json_schema(ref_template=SCHEMA_REFERENCE, mode=mode)
+
+
+KEY_SCHEMES = {
+    "HTTPBearer": {"type": "http", "scheme": "bearer"},
+    "APIKeyHeader": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+"""Where a request may have its key."""
 
 
 def build_document(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document of an application; it is computed once."""
+    """The OpenAPI document of an application; it is computed once. Without API_KEY a key is optional: there
+    may be others, now or later.
+    """
     if app.openapi_schema is None:
         document = FastAPI.openapi(app)
+        security: list[Any] = [{name: []} for name in KEY_SCHEMES]
+        security += [{}] * (not app.state.settings.api_key)
+        document["components"]["securitySchemes"] = KEY_SCHEMES
         # FastAPI adds a response 422 to each route with parameters: our routes name their errors themselves
         schemas = document["components"]["schemas"]
         del schemas["HTTPValidationError"], schemas["ValidationError"]
         for operation in (one for methods in document["paths"].values() for one in methods.values()):
             if "HTTPValidationError" in str(operation["responses"].get("422")):
                 del operation["responses"]["422"]
+            if "401" in operation["responses"]:
+                operation["security"] = security
         definitions: dict[str, Any] = {}
         document["paths"] = hoist_definitions(document["paths"], definitions)
         schemas |= definitions

@@ -436,7 +436,14 @@ async def delete_file(request: Request, file_id: FileId) -> dict[str, Any]:
     return {"id": file_id, "object": "file", "deleted": True}
 
 
-@router.get("/v1/files/{file_id}/content", summary="Retrieve the content of a file")
+@router.get(
+    "/v1/files/{file_id}/content",
+    summary="Retrieve the content of a file",
+    response_class=StreamingResponse,
+    responses={
+        200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
+    },
+)
 async def retrieve_content(request: Request, file_id: FileId) -> Response:
     """Sends the bytes of a file."""
     store = store_of(request)

@@ -35,7 +35,7 @@ from api.prompts.chat_template import (
     rendered_text,
     template_error,
 )
-from api.prompts.pictures import PictureSource, is_picture, read_part, unknown_part
+from api.prompts.pictures import PICTURE_TYPES, PictureSource, is_picture, read_part, unknown_part
 from api.prompts.tokenizer import ModelTokenizer
 from api.protocols.openai_bodies import NAMES, OpenAIRequest
 from api.protocols.protocol import Context
@@ -66,8 +66,6 @@ REASONING_SWITCHES = ("enable_thinking", "thinking")
 EFFORT: Any = optional("How much the model thinks first, if its template can say so; with `none` not at all.")
 TEMPLATE_VARIABLES: Any = optional("Additional variables for the chat template, such as `enable_thinking`.")
 TextOrObject = Annotated[str | dict[str, Any], with_one_error("Input should be a string or an object")]
-CHOSEN_SCHEMA: Any = {"enum": ["none", "auto", None]}
-"""The values of `tool_choice` that /docs proposes."""
 CHAT_NAMES = {**NAMES, "prompt": "messages", "top_n_tokens": "top_logprobs"}
 """`GenerationParams` → the names of a chat's fields, where they differ."""
 CHARS_OF_MESSAGE = 40
@@ -97,26 +95,17 @@ class ToolSchema(Strict, extra="allow"):
     function: FunctionSchema
 
 
-IMAGE_URL_SCHEMA: Any = {"anyOf": [{"type": "object", "required": ["url"]}, {"type": "null"}]}
-
-OF_KINDS: Any = [
-    {"required": ["text"], "properties": {"type": {"const": "text"}}},
-    {"required": ["image_url"], "properties": {"type": {"const": "image_url"}}},
-]
-
-
-class ContentPart(Strict, extra="allow", json_schema_extra={"required": ["type"], "anyOf": OF_KINDS}):
+class ContentPart(Strict, extra="allow"):
     """A part of a message's content: a text, or for models that see a picture; in an assistant's message it
     may be a `refusal`.
     """
 
-    type: str = Field(json_schema_extra={"enum": ["text", "image_url"]})
-    text: str | None = Field(default=None, json_schema_extra={"type": "string"})
+    type: str = Field(json_schema_extra={"enum": ["text", "refusal", *PICTURE_TYPES]})
+    text: str | None = None
     refusal: str | None = None
     image_url: str | dict[str, Any] | None = optional(
         '`{"url": …}`, the URL of a picture (`data:image/…;base64,…`, or `https:` where the '
-        "server allows its host); `detail` has no effect.",
-        IMAGE_URL_SCHEMA,
+        "server allows its host); `detail` has no effect."
     )
 
 
@@ -183,14 +172,13 @@ class ChatRequest(OpenAIRequest):
     tool_choice: TextOrObject | None = optional(
         "`auto` (the default): the model decides. `none`: no calls. `required`: one call at "
         'least. `{"type": "function", "function": {"name": …}}`: one call of this function. '
-        '`{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": […]}}`: only these.',
-        CHOSEN_SCHEMA,
+        '`{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": […]}}`: only these.'
     )
     parallel_tool_calls: bool | None = optional("Whether there may be several calls. Default: true.")
     functions: Listed[FunctionSchema] | None = optional(
         "OpenAI's older form of `tools`; the answer has a `function_call`.", max_length=MAX_TOOLS
     )
-    function_call: TextOrObject | None = optional("OpenAI's older form of `tool_choice`.", CHOSEN_SCHEMA)
+    function_call: TextOrObject | None = optional("OpenAI's older form of `tool_choice`.")
     tool_prompt: str | None = optional(
         f"TGI's text after the tools. Default, for a model whose template has no tools: {TOOL_PROMPT}"
     )

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError, WithJsonSchema
 from pydantic_core import from_json
 from starlette.responses import Response
 
@@ -40,6 +40,7 @@ from api.requests.fields import (
     ServedFields,
     StopText,
     Strict,
+    object_schema,
     optional,
     with_one_error,
 )
@@ -97,19 +98,19 @@ ERROR_RESPONSES = error_responses(
 UNSUPPORTED: UnsupportedFields = {"container": (), "mcp_servers": ([],)}
 """Fields that are refused by name."""
 
-FORMAT_SCHEMA: Any = {
-    "required": ["type", "schema"],
-    "properties": {"type": {"const": "json_schema"}, "schema": {"enum": [{"type": "object"}]}},
-}
-"""The format that /docs proposes."""
+FORMAT_SCHEMA = object_schema(["json_schema"], "schema", schema={"type": ["object", "string"]})
+SchemaFormat = Annotated[dict[str, Any], WithJsonSchema(FORMAT_SCHEMA)]
+USERS = ("text", "image", "document", "tool_result", "tool_reference")
+ASSISTANTS = ("text", "thinking", "redacted_thinking", "tool_use")
+"""Types of the blocks of a user's and of an assistant's turn."""
 TEXT_BLOCKS = "Input should be a string or a list of blocks, each an object with a `type`"
 
 
-class InputBlock(Strict, extra="allow", json_schema_extra={"required": ["type", "text"]}):
+class InputBlock(Strict, extra="allow"):
     """A block of a content. `cache_control` and `citations` have no effect."""
 
-    type: str = Field(json_schema_extra={"enum": ["text"]})
-    text: str | None = Field(default=None, json_schema_extra={"type": "string"})
+    type: str = Field(json_schema_extra={"enum": [*dict.fromkeys((*USERS, *ASSISTANTS))]})
+    text: str | None = None
     source: dict[str, Any] | None = optional(
         'Of an `image`: `{"type": "base64", "media_type": …, "data": …}` or '
         '`{"type": "url", "url": …}`; of a `document`: `{"type": "text", "data": …}`.'
@@ -131,18 +132,15 @@ class InputMessage(Strict, extra="allow"):
     content: Content
 
 
-class ClientTool(Strict, extra="allow", json_schema_extra={"required": ["name", "input_schema"]}):
+class ClientTool(Strict, extra="allow"):
     """A tool. Only those with an `input_schema` can be called: tools that Anthropic's servers run, and those
     whose schema Anthropic's models have learnt, are left out of the prompt.
     """
 
-    type: str | None = Field(default=None, json_schema_extra={"enum": ["custom", None]})
-    name: str | None = Field(default=None, pattern=FUNCTION_NAME, json_schema_extra={"type": "string"})
+    type: str | None = None
+    name: str | None = Field(default=None, pattern=FUNCTION_NAME)
     description: str | None = None
-    input_schema: dict[str, Any] | None = optional(
-        "JSON schema of the arguments, an object's.",
-        {"type": "object", "properties": {"type": {"const": "object"}}},
-    )
+    input_schema: dict[str, Any] | None = optional("JSON schema of the arguments, an object's.")
     strict: bool | None = optional("Arguments match the schema, whatever `tool_choice` says.")
 
     @property
@@ -166,8 +164,8 @@ class OutputConfig(Strict, extra="allow"):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = optional(
         "How much the model reasons, if its template can say so."
     )
-    format: dict[str, Any] | None = optional(
-        'What the text must look like: `{"type": "json_schema", "schema": …}`.', FORMAT_SCHEMA
+    format: SchemaFormat | None = optional(
+        'What the text must look like: `{"type": "json_schema", "schema": …}`.'
     )
 
 
@@ -186,15 +184,12 @@ class CountTokensRequest(ServedFields):
     tools: Listed[ClientTool] | None = optional("Tools that the model may call.", max_length=MAX_TOOLS)
     tool_choice: ChosenTool | None = optional(
         '`{"type": "auto"}` (the default): the model decides. `none`: no calls. `any`: one call '
-        'at least. `{"type": "tool", "name": …}`: one call of this tool.',
-        {"properties": {"type": {"enum": ["auto", "none"]}}, "required": ["type"]},
+        'at least. `{"type": "tool", "name": …}`: one call of this tool.'
     )
     thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = TEMPLATE_VARIABLES
-    output_format: dict[str, Any] | None = optional(
-        "The older name of `output_config.format`.", FORMAT_SCHEMA
-    )
+    output_format: SchemaFormat | None = optional("The older name of `output_config.format`.")
     stop_sequences: Listed[StopText] | None = optional(
         "Stop strings: the text ends before the first of them that appears."
     )
@@ -345,8 +340,6 @@ NEEDED = {
     "tool_reference": ["tool_name"],
 }
 """Types of blocks → the fields that they must have."""
-ASSISTANTS = ("text", "thinking", "redacted_thinking", "tool_use")
-"""Types of the blocks of an assistant's turn."""
 
 
 def named_blocks(content: str | Sequence[InputBlock], name: str) -> list[NamedBlock]:
@@ -440,9 +433,7 @@ def to_part(block: InputBlock, name: str) -> ChatPart:
         case ("image" | "document") as kind, _:
             allowed = ["base64", "url"] if kind == "image" else ["text"]
             raise not_one_of(f"{name}.source.type", allowed, source.get("type"))
-    raise not_one_of(
-        f"{name}.type", ["text", "image", "document", "tool_result", "tool_reference"], block.type
-    )
+    raise not_one_of(f"{name}.type", USERS, block.type)
 
 
 def join_parts(parts: Iterable[ChatPart]) -> str | list[ChatPart]:

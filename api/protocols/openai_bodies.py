@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from api.answers.answer import HttpAnswer, Rendering
 from api.errors import quoted, refuse
-from api.grammar.compile import FIELDS, Grammar, read_grammar
+from api.grammar.compile import FIELDS, KINDS, RESPONSE_FORMATS, Grammar, read_grammar
 from api.http.body import UnsupportedFields, reject_unsupported
 from api.prompts.chat_template import Rendered
 from api.protocols.protocol import Context
@@ -28,6 +28,7 @@ from api.requests.fields import (
     Strict,
     Truncation,
     Whole,
+    object_schema,
     optional,
     with_one_error,
 )
@@ -45,8 +46,10 @@ Prompt = Annotated[
         "Input should be a string, a list of strings, a list of token ids, or a list of lists of token ids"
     ),
 ]
-FORMAT_SCHEMA: Any = {"required": ["type"], "properties": {"type": {"enum": ["text", "json_object"]}}}
-"""The formats of the text that /docs proposes."""
+FormatObject = Annotated[dict[str, Any], WithJsonSchema(object_schema(RESPONSE_FORMATS))]
+JSON_OBJECT = {"required": ["json_object"], "properties": {"json_object": {"const": True}}}
+ONE_OF_KINDS: Any = {"anyOf": [JSON_OBJECT, *({"required": [kind]} for kind in KINDS)]}
+StructuredOutputs = Annotated[dict[str, Any], Field(json_schema_extra=ONE_OF_KINDS)]
 MAX_TOKENS = "The most tokens to generate. Default: what is left of the model's context."
 UNSUPPORTED: UnsupportedFields = {
     **dict.fromkeys(("audio", "chat_template", "documents", "ec_transfer_params", "grammar"), ()),
@@ -117,13 +120,11 @@ class OpenAIRequest(ServedFields, BeamFields):
     n: int | None = least(1, "The number of choices for each prompt. Default: 1.", MAX_CHOICES)
     best_of: Whole | None = optional(
         "Must be 1 or `n`, because all generated texts are returned. With `use_beam_search`: the "
-        "number of sequences that are extended at once.",
-        {"const": 1},
+        "number of sequences that are extended at once."
     )
     use_beam_search: bool | None = optional(
         "vLLM's form of `beam_width`: a beam search of width `best_of`, by default `n`. Default: "
-        "true if `beam_width` is given.",
-        {"enum": [False, None]},
+        "true if `beam_width` is given."
     )
     frequency_penalty: float | None = optional(
         "Penalty for tokens by their number in the generated text, as OpenAI defines it.", **PENALTY
@@ -143,16 +144,14 @@ class OpenAIRequest(ServedFields, BeamFields):
         "Begin the text with the prompt; in a chat, with the assistant's message that is continued."
     )
 
-    response_format: dict[str, Any] | None = optional(
+    response_format: FormatObject | None = optional(
         'What the text must look like: `{"type": "json_schema", "json_schema": {"schema": …}}`, '
         '`{"type": "json_object"}`, in vLLM\'s way `{"type": "structural_tag", "format": …}`, or in TGI\'s '
-        '`{"type": "regex", "value": …}`.',
-        FORMAT_SCHEMA,
+        '`{"type": "regex", "value": …}`.'
     )
-    structured_outputs: dict[str, Any] | None = optional(
+    structured_outputs: StructuredOutputs | None = optional(
         "vLLM's form of `response_format`: an object with one of `json`, `regex`, `choice`, "
-        "`grammar` (Lark or GBNF), `structural_tag` and `json_object`.",
-        {"required": ["json_object"], "properties": {"json_object": {"const": True}}},
+        "`grammar` (Lark or GBNF), `structural_tag` and `json_object`."
     )
     guided_json: dict[str, Any] | str | None = guided_field("a JSON schema that the text satisfies")
     guided_regex: str | None = guided_field("a regex that the whole text matches")

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Union
 
 from sse_starlette import EventSourceResponse
 from starlette.requests import Request
@@ -215,7 +215,9 @@ class Protocol(NamedTuple):
     def docs(self) -> dict[str, Any]:
         """What /docs says of it, for FastAPI."""
         content = {**(json_answer(self.whole) if self.whole else {}), **self.events}
-        body = json_body(self.body, dict(self.example))
+        rows = self.by_field.values() or (self,)
+        bodies: Any = Union[tuple(row.body for row in rows)]  # noqa: UP007
+        body = json_body(bodies, dict(self.example))
         conflict = {**self.errors[503], "description": KEY_REUSED}
         return {
             "tags": [self.tag],

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import orjson
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, WithJsonSchema
 from starlette.requests import Request
 
 from api.answers.answer import HttpAnswer, ResponseParts
@@ -37,9 +37,18 @@ from api.protocols.chat import (
 )
 from api.protocols.choices import Event, EventRenderer, Logprobs, Part
 from api.protocols.openai import CHAT_COMPLETIONS
-from api.protocols.openai_bodies import FORMAT_SCHEMA, MAX_TOKENS, TGI_FIELDS, openai_fields
+from api.protocols.openai_bodies import MAX_TOKENS, TGI_FIELDS, openai_fields
 from api.protocols.protocol import Context
-from api.requests.fields import Labels, Listed, ServedFields, Strict, Whole, optional, with_one_error
+from api.requests.fields import (
+    Labels,
+    Listed,
+    ServedFields,
+    Strict,
+    Whole,
+    object_schema,
+    optional,
+    with_one_error,
+)
 from api.resume import attach
 from api.resume.attach import Admitted, find_own
 from api.streams.stream import Stream
@@ -75,36 +84,43 @@ Included = Literal[
     "file_search_call.results",
     "code_interpreter_call.outputs",
 ]
-Input = Annotated[str | Listed[dict[str, Any]], with_one_error("Input should be a string or a list of items")]
-
-TEXT_PART_SCHEMA: Any = {
-    "type": "object",
-    "required": ["type", "text"],
-    "properties": {"type": {"enum": ["input_text", "output_text"]}, "text": {"type": "string"}},
-    "description": "For models that see, a part may be a picture: `input_image` with `image_url`, a URL.",
+TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+"""Types of content parts that have a `text`."""
+FORMATS = ("text", "json_object", "json_schema")
+BUILT_IN_TOOLS = (
+    *("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
+    *("image_generation", "code_interpreter", "file_search", "mcp", "tool_search", "custom"),
+    *("computer", "computer_use_preview", "local_shell", "shell", "apply_patch"),
+)
+"""Types of tools that no model here can call: OpenAI's servers run them, or its models have learnt them.
+Agents declare them to every model.
+"""
+AnyTool = Annotated[dict[str, Any], WithJsonSchema(object_schema(("function", "namespace", *BUILT_IN_TOOLS)))]
+TEXT = {"type": "string"}
+PART_SCHEMA = {
+    "anyOf": [
+        object_schema(TEXT_PARTS, "text", text=TEXT),
+        object_schema(["refusal"], "refusal", refusal=TEXT),
+        object_schema(["input_image"], "image_url"),
+    ]
 }
-MESSAGE_SCHEMA: Any = {
-    "type": "object",
-    "required": ["role", "content"],
-    "properties": {
-        "id": {"type": ["string", "null"]},
-        "type": {"enum": ["message", None]},
-        "role": {"enum": list(ROLES)},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": TEXT_PART_SCHEMA}]},
-    },
+PARTS = {"type": "array", "items": PART_SCHEMA}
+CONTENT = {"anyOf": [TEXT, PARTS]}
+REASONING = {"anyOf": [PARTS, {"type": "null"}]}
+CALLED = {"call_id": TEXT, "name": TEXT, "arguments": TEXT}
+ITEM_SCHEMA: Any = {
+    "anyOf": [
+        object_schema(["message", None], "role", "content", role={"enum": [*ROLES]}, content=CONTENT),
+        object_schema(["function_call"], *CALLED, **CALLED),
+        object_schema(["function_call_output"], "call_id", "output", call_id=TEXT, output=CONTENT),
+        object_schema(["reasoning"], summary=REASONING, content=REASONING),
+        object_schema(["item_reference", None], "id", id=TEXT),
+    ]
 }
-INPUT_SCHEMA: Any = {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": MESSAGE_SCHEMA}]}
-TOOL_SCHEMA: Any = {
-    "type": "object",
-    "required": ["type", "name"],
-    "properties": {
-        "type": {"const": "function"},
-        "name": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"},
-        "description": {"type": ["string", "null"]},
-        "parameters": {"type": ["object", "null"]},
-        "strict": {"type": ["boolean", "null"]},
-    },
-}
+Input = Annotated[
+    str | Listed[Annotated[dict[str, Any], WithJsonSchema(ITEM_SCHEMA)]],
+    with_one_error("Input should be a string or a list of items"),
+]
 
 
 class ResponseStreamOptions(Strict):
@@ -112,10 +128,9 @@ class ResponseStreamOptions(Strict):
 
 
 class TextOptions(Strict):
-    format: dict[str, Any] | None = optional(
+    format: Annotated[dict[str, Any], WithJsonSchema(object_schema(FORMATS))] | None = optional(
         'What the text must look like: `{"type": "json_schema", "name": …, "schema": …}`, '
-        '`{"type": "json_object"}` or `{"type": "text"}`.',
-        FORMAT_SCHEMA,
+        '`{"type": "json_object"}` or `{"type": "text"}`.'
     )
     verbosity: str | None = optional("Has no effect.")
 
@@ -135,8 +150,9 @@ class ResponsesRequest(ServedFields):
 
     input: Input = Field(
         description="A text, or the items of a conversation: messages, calls of functions and their outputs, "
-        "references to items of stored responses.",
-        json_schema_extra=INPUT_SCHEMA,
+        "references to items of stored responses. For models that see, a part may be a picture: `input_image`"
+        " with `image_url`, a URL.",
+        json_schema_extra={"minItems": 1},
     )
     instructions: str | None = optional("A system message before the conversation, for this response only.")
     webhook: WebhookField | None = None
@@ -154,18 +170,16 @@ class ResponsesRequest(ServedFields):
     reasoning: ReasoningOptions | None = None
     include_reasoning: bool | None = optional("Return the reasoning. Default: true.")
     chat_template_kwargs: dict[str, Any] | None = TEMPLATE_VARIABLES
-    tools: Listed[dict[str, Any]] | None = optional(
+    tools: Listed[AnyTool] | None = optional(
         'Functions that the model may call: `{"type": "function", "name": …, "parameters": …}`. '
         'Those of a `{"type": "namespace", "name": …, "tools": […]}` are called with its name, too. '
         "Tools that only OpenAI's servers or models have (`web_search`, …) are left out of the prompt.",
-        {"items": TOOL_SCHEMA},
         max_length=MAX_TOOLS,
     )
     tool_choice: str | dict[str, Any] | None = optional(
         "`auto` (the default): the model decides. `none`: no calls. `required`: one call at "
         'least. `{"type": "function", "name": …}`: one call of this function. '
-        '`{"type": "allowed_tools", "mode": "auto", "tools": […]}`: only these.',
-        {"enum": ["auto", "none", None]},
+        '`{"type": "allowed_tools", "mode": "auto", "tools": […]}`: only these.'
     )
     parallel_tool_calls: bool | None = None
     max_tool_calls: Whole | None = optional("Has no effect: no tool is built in.")
@@ -221,8 +235,6 @@ class ResponsesRequest(ServedFields):
 # --- input items --------------------------------------------------------------------------------------------
 
 
-TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
-"""Types of content parts that have a `text`."""
 ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 """Types of items → the prefixes of their ids."""
 
@@ -663,19 +675,9 @@ RESPONSE_NAMES = {
 }
 """Patterns of names of a chat's fields and parameters → what they are called in a response."""
 
-BUILT_IN_TOOLS = (
-    *("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
-    *("image_generation", "code_interpreter", "file_search", "mcp", "tool_search", "custom"),
-    *("computer", "computer_use_preview", "local_shell", "shell", "apply_patch"),
-)
-"""Types of tools that no model here can call: OpenAI's servers run them, or its models have learnt them.
-Agents declare them to every model.
-"""
-
 
 def to_chat(body: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
     """The body of a chat with the parameters of a response and these items. Raises ApiError."""
-    kinds = ("text", "json_object", "json_schema")
     messages = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     for item in items:
         add_item(messages, item)
@@ -689,7 +691,7 @@ def to_chat(body: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
         add_generation_prompt=True,
         tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls,
-        response_format=format_of(body.text.format if body.text else None, "text.format", kinds),
+        response_format=format_of(body.text.format if body.text else None, "text.format", FORMATS),
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
         include_reasoning=body.include_reasoning,
         chat_template_kwargs=body.chat_template_kwargs,

@@ -9,23 +9,24 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
-from pydantic import Field, SkipValidation
+from pydantic import Field, SkipValidation, WithJsonSchema
 from starlette.responses import Response
 
 from api.answers.answer import HttpAnswer, Rendering
 from api.answers.logprobs import LOGITS, logits_fields, sequence_scores
 from api.errors import ApiError, quoted, refuse, tgi, unavailable
 from api.event_loop import Pace
-from api.grammar.compile import read_response_format
+from api.grammar.compile import RESPONSE_FORMATS, read_response_format
 from api.http.auth import key_of
 from api.http.body import parse, reject_unsupported, warn_of_unknown
 from api.http.openapi import (
     TGI,
     TGI_ERRORS,
     ErrorResponse,
+    OpenAIError,
     Responses,
     Shape,
     answer,
@@ -38,7 +39,7 @@ from api.json import json_response, to_json
 from api.prompts.chat_template import Rendered
 from api.protocols.chat import ChatRequest, read_chat
 from api.protocols.choices import Choice, ChunkFeed, ChunkRenderer
-from api.protocols.openai import CHAT_COMPLETIONS, COMPLETIONS
+from api.protocols.openai import CHAT_COMPLETION_CHUNK, CHAT_COMPLETIONS, COMPLETION_CHUNK, COMPLETIONS
 from api.protocols.openai_bodies import openai_fields
 from api.protocols.protocol import Context, Protocol, Renderer, WholeBody
 from api.requests.fields import (
@@ -50,6 +51,7 @@ from api.requests.fields import (
     Listed,
     StopText,
     Strict,
+    object_schema,
     optional,
 )
 from api.requests.pool import Pool
@@ -140,10 +142,7 @@ TGI_NAMES = {
     "prompt_logprobs": "decoder_input_details",
 }
 """`GenerationParams` → the names of TGI's parameters, where they differ; empty where there is none."""
-GRAMMAR_SCHEMA: Any = {
-    "required": ["type", "value"],
-    "properties": {"type": {"enum": ["json", "json_object", "json_schema", "regex"]}, "value": {}},
-}
+GrammarObject = Annotated[dict[str, Any], WithJsonSchema(object_schema(RESPONSE_FORMATS, "value"))]
 
 
 class GenerateParameters(BeamFields):
@@ -188,10 +187,9 @@ class GenerateParameters(BeamFields):
         "What the path, or the body's `stream`, says: whether tokens are streamed. Another value is refused."
     )
 
-    grammar: dict[str, Any] | None = optional(
+    grammar: GrammarObject | None = optional(
         'What the text must look like: `{"type": "json", "value": …}` with a JSON schema, or '
-        '`{"type": "regex", "value": …}`.',
-        GRAMMAR_SCHEMA,
+        '`{"type": "regex", "value": …}`.'
     )
 
     watermark: bool | None = optional(
@@ -606,5 +604,9 @@ INVOCATIONS = COMPAT_GENERATE._replace(
     description=(
         "A body with `inputs` is answered as by `/`, one with `messages` as by `/v1/chat/completions`, one "
         "with `prompt` as by `/v1/completions`. Errors are TGI's."
+    ),
+    whole=([GENERATE_ANSWER], CHAT_COMPLETIONS.whole, COMPLETIONS.whole),
+    events=event_stream(
+        [GENERATE_EVENT, CHAT_COMPLETION_CHUNK, COMPLETION_CHUNK, ErrorResponse, OpenAIError], "[DONE]"
     ),
 )

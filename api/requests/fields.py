@@ -3,7 +3,7 @@
 What /docs shows of a field is what pydantic checks; `validate.py` checks the fleet's limits.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -106,6 +106,14 @@ TEXTS_OR_IDS: Any = {
 def optional(description: str, schema: Any = None, **limits: Any) -> Any:
     """A field that may be left out; `schema` is what /docs says beside its type and its limits."""
     return Field(default=None, description=description, json_schema_extra=schema, **limits)
+
+
+def object_schema(types: Sequence[str | None], *needed: str, **fields: Any) -> dict[str, Any]:
+    """The JSON schema of an object of one of these types, which is left out where it may be null, and of its
+    fields, of which it needs some.
+    """
+    required = [*([] if None in types else ["type"]), *needed]
+    return {"type": "object", "required": required, "properties": {"type": {"enum": [*types]}, **fields}}
 
 
 def token_ids(description: str, **limits: Any) -> Any:
@@ -217,8 +225,7 @@ class BeamFields(SamplingFields):
     early_stopping: EarlyStopping | None = optional(
         "Of a beam search: end it with the first `beam_width` sequences that have ended (true, "
         'TensorRT-LLM\'s 1), when no better one is likely (false, 0), or when none is possible ("never", 2). '
-        "Default: false.",
-        {"enum": [True, False, "never", 0, 1, 2, None]},
+        "Default: false."
     )
     diversity: float | None = optional(
         "Of a beam search: TensorRT-LLM's `beam_search_diversity_rate`, by this name, too. Default: 0.",

@@ -13,12 +13,12 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (12_705, 24_535),
+    "api": (12_719, 24_546),
     "batcher": (2_827, 4_868),
     "gpu_worker": (10_828, 20_548),
     "common": (3_758, 7_499),
     "deploy": (2_550, 4_407),
-    "tests": (30_269, 52_708),
+    "tests": (30_316, 52_813),
     "benchmarks": (2_561, 4_302),
 }
 MOST_WORDS_OF_DOCS = 21_986

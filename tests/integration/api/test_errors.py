@@ -10,6 +10,7 @@ import shlex
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -27,14 +28,15 @@ from api.protocols.openai_bodies import UNSUPPORTED, CompletionRequest
 from common.messages.events import Terminal, terminal_for
 from common.messages.request import Generate
 from deploy.launcher.embedded_broker import Broker
-from tests.integration.api.test_routes import LONG, document
+from tests.integration.api.test_routes import LONG, document, validator
 from tests.support import brokers
-from tests.support.answers import CHAT, openai_error, tgi_error
+from tests.support.answers import CHAT, SEQUENCES, openai_error, tgi_error
 from tests.support.fleet.batchers import batching
 from tests.support.fleet.gateways import answering, ready, serving
 from tests.support.fleet.scripted_worker import Answer, working
 from tests.support.pooling.pooling_gateway import pooling_gateway
 from tests.support.pooling.tiny_encoders import save_encoder
+from tests.support.source_tree import ROOT
 from tests.support.tokenizer import TOKENIZER, ids, tokenizer_with
 from tests.support.waiting import PATIENCE_S, wait_until
 
@@ -140,7 +142,6 @@ def test_every_reference_leads_somewhere(described: Any) -> None:
     known = {f"#/components/schemas/{name}" for name in described["components"]["schemas"]}
     assert {node["$ref"] for node in nodes(described) if isinstance(node.get("$ref"), str)} <= known
     assert not any("$defs" in node for node in nodes(described))
-    assert "securitySchemes" not in described["components"]
     assert operation_ids(described) == sorted(set(operation_ids(described)))
 
 
@@ -165,15 +166,46 @@ def operation_ids(document: dict[str, Any]) -> list[str]:
     )
 
 
-async def test_the_api_key_is_described_if_it_is_set(broker: Broker) -> None:
+async def test_routes_that_need_an_api_key_say_so(broker: Broker, described: Any) -> None:
+    places: list[Any] = [{"HTTPBearer": []}, {"APIKeyHeader": []}]
     async with serving(broker.url, api_key="sesame") as (_, client):
         document = (await client.get("/api-doc/openapi.json")).json()
-    assert document["components"]["securitySchemes"] == {"HTTPBearer": {"type": "http", "scheme": "bearer"}}
-    assert all(
-        document["paths"][path]["post"]["security"] == [{"HTTPBearer": []}]
-        for path in ("/generate", "/tokenize")
+        for path, methods in document["paths"].items():
+            for method, operation in methods.items():
+                needs_key = (await client.request(method, path)).status_code == 401
+                assert operation.get("security", []) == (places if needs_key else []), path
+    assert document["components"]["securitySchemes"] == {
+        "HTTPBearer": {"type": "http", "scheme": "bearer"},
+        "APIKeyHeader": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    }
+    without_key = described["paths"]["/generate"]["post"]
+    assert without_key["security"] == [*places, {}], "a key is optional while there is none"
+
+
+def test_generators_of_clients_can_read_every_schema(described: Any) -> None:
+    """openapi-python-client leaves out what has a list of values beside alternatives, or an array of what is
+    not known.
+    """
+    for node in nodes(described):
+        assert "anyOf" not in node or not {"enum", "const"} & {*node}, node
+        assert node.get("type") != "array" or "items" in node, node
+
+
+def test_the_bodies_of_the_docs_are_as_described(described: Any) -> None:
+    text = "".join(page.read_text() for page in [ROOT / "README.md", *ROOT.glob("docs/*.md")])
+    plain = re.sub(r"'\$\(.*?\)'", "", text)
+    found = re.findall(
+        r":3000(/\S+) -H 'Content-Type: application/json'[ \\\n]*-d '(.*?)'\n", plain, re.DOTALL
     )
-    assert "security" not in document["paths"]["/health"]["get"]
+    assert len(found) > 5
+    for path, body in found:
+        check_body(described, path, json.loads(body))
+
+
+def check_body(described: Any, path: str, body: Any) -> None:
+    template = path.replace("/smollm2/", "/{model}/")
+    content = described["paths"][template]["post"]["requestBody"]["content"]
+    validator(json.dumps(content["application/json"]["schema"])).validate(body)
 
 
 def test_every_operation_has_a_tag_a_summary_a_description_and_a_plain_id(described: Any) -> None:
@@ -217,8 +249,11 @@ async def test_the_introduction_s_commands_work(broker: Broker) -> None:
 
 
 def answer(request: Generate) -> Answer:
-    """Three tokens, or as many as the request allows where the end-of-sequence token does not end it."""
-    return Answer([5, 6] * (request.stopping.max_new_tokens if request.stopping.ignore_eos else 1))
+    """Three tokens, or as many as the request allows where the end-of-sequence token does not end it; of a
+    beam search up to four sequences.
+    """
+    number = request.stopping.max_new_tokens if request.stopping.ignore_eos else 1
+    return Answer([5, 6] * number, beams=SEQUENCES)
 
 
 EMBED_PATHS = ("/v1/embeddings",)
@@ -277,7 +312,7 @@ PROMPT: dict[str, Any] = {"prompt": "Hi"}
 
 @pytest.fixture
 async def client(broker: Broker) -> AsyncIterator[httpx.AsyncClient]:
-    async with answering(broker.url, Answer(ids("x"))) as (_, _, client):
+    async with answering(broker.url, Answer(ids("x"), beams=SEQUENCES)) as (_, _, client):
         yield client
 
 
@@ -414,6 +449,73 @@ async def test_every_route_that_tokenizes_waits_for_room(
         assert (await waiting).status_code == 200 and all(await asyncio.gather(*occupied))
         await wait_until(lambda: not budget.long.locked())
 
+
+# --- bodies that are described ------------------------------------------------------------------------------
+
+MESSAGE = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+OF_SCHEMA = {"type": "json_schema", "name": "p", "schema": SCHEMA}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+USE = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]}
+RESULT = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "7"}]}
+THOUGHT = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm"}], "content": None}
+OWN_CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "7"}
+TOOLS = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+TURN = CHAT["messages"][0]
+DESCRIBED: dict[str, list[dict[str, Any]]] = {
+    "/v1/chat/completions": [
+        CHAT | TOOLS | {"tool_choice": "required"},
+        CHAT | TOOLS | {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+        CHAT | {"functions": [{"name": "f"}], "function_call": {"name": "f"}},
+        CHAT | {"response_format": {"type": "json_schema", "json_schema": OF_SCHEMA}},
+        CHAT | {"response_format": {"type": "regex", "value": "a+"}},
+        CHAT | {"structured_outputs": {"choice": ["a", "b"], "regex": None}},
+        {"messages": [TURN, {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "7"}]},
+        {"messages": [TURN, {"role": "assistant", "content": [{"type": "refusal", "refusal": "No"}]}]},
+    ],
+    "/v1/messages": [
+        MESSAGE | {"messages": [TURN, USE, RESULT]},
+        MESSAGE | {"tools": [{"name": "f", "input_schema": SCHEMA}], "tool_choice": {"type": "any"}},
+        MESSAGE | {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+        MESSAGE | {"output_config": {"format": OF_SCHEMA}},
+    ],
+    "/v1/responses": [
+        {"input": [TURN, THOUGHT, OWN_CALL, OUTPUT]},
+        {"input": "a", "tools": [{"type": "function", "name": "f"}], "tool_choice": "required"},
+        {"input": "a", "tools": [{"type": "mcp"}]},
+        {"input": "a", "text": {"format": OF_SCHEMA}},
+    ],
+    "/generate": [{"inputs": "a", "parameters": {"grammar": {"type": "json", "value": SCHEMA}}}],
+    "/v1/completions": [PROMPT | {"use_beam_search": True, "best_of": 2, "early_stopping": 3}],
+    "/invocations": [PROMPT, CHAT],
+    "/tokenize": [PROMPT, CHAT],
+}
+
+
+@pytest.mark.parametrize(("path", "body"), [(path, one) for path, all in DESCRIBED.items() for one in all])
+async def test_what_is_accepted_is_described(
+    client: httpx.AsyncClient, described: Any, path: str, body: dict[str, Any]
+) -> None:
+    answer = await client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    check_body(described, path, body)
+    shape = described["paths"][path]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
+    validator(json.dumps(shape)).validate(answer.json())
+
+
+async def test_the_content_of_a_file_is_described_as_bytes(
+    broker: Broker, described: Any, tmp_path: Path
+) -> None:
+    async with serving(broker.url, files_dir=str(tmp_path)) as (_, client):
+        sent: dict[str, Any] = {"files": {"file": ("in.jsonl", b"{}")}, "data": {"purpose": "batch"}}
+        file = (await client.post("/v1/files", **sent)).json()
+        content = await client.get(f"/v1/files/{file['id']}/content")
+    shown = described["paths"]["/v1/files/{file_id}/content"]["get"]["responses"]["200"]["content"]
+    assert [*shown] == [content.headers["content-type"]] == ["application/octet-stream"]
+
+
+# --- errors are short ---------------------------------------------------------------------------------------
 
 MANY_X = "x" * 300_000
 HUGE = 10**4000

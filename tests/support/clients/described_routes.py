@@ -50,13 +50,16 @@ UNDESCRIBED = re.compile(
     "|is only allowed with `tools`|the name .* twice|needs a beam search"
     "|`decoder_input_details` must be false when|has no token that may come before"
     "|each instance has one prediction|`stream` must be false|stands beside `instances`"
-    "|messages.[0-9]+..content` is required|is for the role `assistant`"
+    r"|`(messages|system|tools)\[[a-z_.0-9\[\]]*` is required|is for the role `assistant`"
+    r"|`(messages|system)\[[a-z_.0-9\[\]]*type` must be one of"
+    "|`tool_choice.name` is required|means the same as|`logits_dtype` needs"
     "|does not exist"
     "|can only be used for JSON|white space"
     "|chat_template_kwargs"
     "|list of lists of token ids"  # 5.0 again
-    "|cannot be compiled|is not JSON that|json` must be an object|a text that is not empty"  # grammars
-    "|`(grammar|response_format)[a-z_.]*` is required"
+    # grammars
+    "|cannot be compiled|is not JSON that|(json|value|schema)` must be an object|a text that is not empty"
+    "|`(grammar|response_format)[a-z_.]*` is required|`structured_outputs` must have one of"
     "|[Pp]revious response with id|`background` (needs|waits)"
     "|names an answer twice|`to` must not be before|`from` must be within 90 days"
     "|`(detached|resume_s)` needs a stream|`detached` waits for no client"
