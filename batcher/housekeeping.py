@@ -257,13 +257,14 @@ class Housekeeping:
         """Trim `control`; write the scheduler's counts and the heartbeat."""
         counts = count(self.scheduler, self.clock_ms()) | {"undecodable": undecodable}
         load = encode(AdapterLoad(count_adapters(self.scheduler.sequences.values())))
+        unfit = {"silent": " ".join(sorted(self.workers.silent)), "refused": " ".join(self.workers.refused)}
         await self.pool.run(
             batcher_scripts.publish_state(
                 self.pool.keys,
                 self.heartbeat.beat(waiting=counts["waiting"], rows=counts["rows"]),
                 oldest=control_id,
                 state_ttl_ms=STATE_TTL_MS,
-                counts=counts | {"adapters": load, "silent": " ".join(sorted(self.workers.silent))},
+                counts=counts | {"adapters": load, **unfit},
             )
         )
 

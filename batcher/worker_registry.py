@@ -135,6 +135,8 @@ class WorkerState(Enum):
     """It is in Redis; no takeover was sent yet."""
     UNREADABLE = auto()
     """Its capacity cannot be decoded (another version), so it cannot be given plans."""
+    REFUSED = auto()
+    """It has another model than the workers of this epoch, and waits until those are gone."""
     TAKEOVER_SENT = auto()
     ACTIVE = auto()
     """It answered the takeover."""
@@ -144,7 +146,8 @@ class WorkerState(Enum):
     """It was sealed, its reports were read to the end, and its keys are deleted."""
 
 
-UNSENT = (WorkerState.FOUND, WorkerState.UNREADABLE)
+UNFIT = (WorkerState.UNREADABLE, WorkerState.REFUSED)
+UNSENT = (WorkerState.FOUND, *UNFIT)
 
 
 @dataclass(slots=True)
@@ -216,8 +219,8 @@ class WorkerRegistry:
     @property
     def holders(self) -> list[HeldAdapters]:
         """What the workers have that serve adapters, those included that are still to be taken over."""
-        gone = (WorkerState.SEALED, WorkerState.REMOVED)
-        return [one.held for one in self.workers.values() if one.held and one.state not in gone]
+        others = (WorkerState.REFUSED, WorkerState.SEALED, WorkerState.REMOVED)
+        return [one.held for one in self.workers.values() if one.held and one.state not in others]
 
     def pending_takeovers(self) -> Iterator[str]:
         """Workers from before this epoch that may still hold requests."""
@@ -232,12 +235,20 @@ class WorkerRegistry:
         return sorted(missing | declared | {*self.sealed})
 
     async def start_epoch(self) -> None:
-        """Send the takeover to every worker of the pool."""
+        """Send the takeover to every worker of the pool, first to those that have had plans: theirs is the
+        pool's model.
+        """
         for incarnation in await self.pool.workers():
             self.workers.setdefault(incarnation, KnownWorker(is_earlier=True))
         self.sealed = await self.pool.sealed()  # after `workers`: a seal moves a worker to `sealed`
-        for incarnation in list(self.pending_takeovers()):
+        pending = list(self.pending_takeovers())
+        had_plans = {one: await self.has_plans(one) for one in pending}
+        for incarnation in sorted(pending, key=had_plans.__getitem__, reverse=True):
             await self.send_takeover(incarnation)
+
+    async def has_plans(self, incarnation: str) -> bool:
+        """Whether a worker was ever given a plan; one that was not holds no request."""
+        return bool(await self.pool.redis.exists(self.pool.keys.plans(incarnation)))
 
     async def send_takeover(self, incarnation: str) -> None:
         """Send a worker with a heartbeat the first plan of the epoch, once; it answers with the rows that it
@@ -260,12 +271,35 @@ class WorkerRegistry:
                 log.error("worker %s: its capacity cannot be read: %s", incarnation, error)
             worker.state = WorkerState.UNREADABLE
             return
+        if other := self.of_another_model(worker.capacity):
+            worker.is_earlier &= await self.has_plans(incarnation)
+            if worker.state is not WorkerState.REFUSED:
+                cause = f"the files of its model ({worker.capacity.model_id}) are not those of {other}"
+                log.error("worker %s waits until no other is left: %s", incarnation, cause)
+            worker.state = WorkerState.REFUSED
+            return
+        worker.state = WorkerState.FOUND
         plan, keys = Plan(self.scheduler.epoch, 1, 0, 0, takeover=True), self.pool.keys
         call = batcher_scripts.publish_plan(keys, incarnation, plan=plan, oldest=1)
         is_sent = (await self.pool.run(call))[0] == "OK"
         if is_sent and self.state(incarnation) in UNSENT:  # it may have answered another call, or ended
             worker.state = WorkerState.TAKEOVER_SENT
             self.inbox.follow(self.pool.keys.reports(incarnation))
+
+    def of_another_model(self, capacity: WorkerCapacity) -> str:
+        """A worker taken over in this epoch that has another model; empty if none has. One without a digest,
+        of an earlier release, has any model.
+        """
+        for incarnation, worker in self.workers.items():
+            other = worker.capacity if worker.state is not WorkerState.REFUSED else None
+            if other and len({capacity.model_digest, other.model_digest} - {""}) > 1:
+                return incarnation
+        return ""
+
+    @property
+    def refused(self) -> list[str]:
+        """Workers of another model that wait."""
+        return sorted(one for one, worker in self.workers.items() if worker.state is WorkerState.REFUSED)
 
     def answers_takeover(self, incarnation: str, report: Report) -> bool:
         """Whether a report answers this epoch's takeover, for the first time."""
@@ -301,7 +335,8 @@ class WorkerRegistry:
 
     async def check(self) -> list[str]:
         """Take over new workers. Return the workers that must be sealed: dead and lost ones, and unreadable
-        ones that may hold requests from before this epoch. Forget those that are removed and not listed.
+        and refused ones that may hold requests from before this epoch. Forget those that are removed and not
+        listed.
         """
         self.workers = {
             name: worker
@@ -329,9 +364,9 @@ class WorkerRegistry:
             for incarnation, state in states.items()
             if self.detector.is_dead(state is not None, seen_ms.get(incarnation, 0), now_ms)
         }
-        unreadable = {one for one in self.pending_takeovers() if self.state(one) is WorkerState.UNREADABLE}
+        unfit = {one for one in self.pending_takeovers() if self.state(one) in UNFIT}
         self.note_silence({incarnation for incarnation, state in states.items() if state is not None})
-        return sorted(dead | unreadable | self.lost)
+        return sorted(dead | unfit | self.lost)
 
     def note_silence(self, alive: Iterable[str]) -> None:
         """Note which of these workers are silent. What is read and not handled yet may be of them; and after
@@ -373,7 +408,8 @@ class WorkerRegistry:
         if self.state(incarnation) is WorkerState.UNREADABLE:
             why = "unreadable"
         else:
-            why = "drained" if replica is not None and replica.draining else "died"
+            is_told = self.state(incarnation) is WorkerState.REFUSED or (replica and replica.draining)
+            why = "drained" if is_told else "died"
         return await self.pool.run(heartbeat.seal(self.pool.keys, incarnation, why=why))
 
     async def remove_worker_keys(self, incarnation: str) -> None:

@@ -303,6 +303,13 @@ def find_local(model_id: str, revision: str | None, dtype: str) -> Path | None:
     return folder if complete else None
 
 
+def file_digests(path: Path, weightless: bool = False) -> dict[str, str]:
+    """Return digests of the files in a model's directory that decide what it answers."""
+    named = [path / name for name in (*REQUIRED_FILES, "generation_config.json")]
+    files = named + ([] if weightless else weight_files(path))
+    return {file.name: digest(file) for file in files if file.is_file()}
+
+
 def weight_files(path: Path) -> list[Path]:
     """Return the weight files in a model's directory, as its index names them; none if one is missing."""
     named = read_json(path / "model.safetensors.index.json").get("weight_map", {})
@@ -343,6 +350,7 @@ def download(model_id: str, revision: str | None, progress: Progress, patterns: 
     if revision is not None and not REVISION.fullmatch(revision):  # it would be a file outside the cache
         raise SettingError("revision", f"{revision[:200]!r} is no revision: a branch, a tag or a commit")
     progress(f"looking up {model_id}")
+    elsewhere = f"{model_id} is no directory here, and the model hub"
     try:
         folder = huggingface_hub.snapshot_download(
             model_id,
@@ -352,17 +360,13 @@ def download(model_id: str, revision: str | None, progress: Progress, patterns: 
             tqdm_class=progress_lines(progress),
         )
     except LocalEntryNotFoundError as error:
-        raise SettingError(
-            "model_id", f"{model_id} is no directory here, and the model hub cannot be reached"
-        ) from error
+        raise SettingError("model_id", f"{elsewhere} cannot be reached") from error
     except Exception as error:
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
             place = Path(error.filename or huggingface_hub.constants.HF_HUB_CACHE)
             raise unwritable("huggingface_hub_cache", place, error) from error
         cause = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise SettingError(
-            "model_id", f"{model_id} is no directory here, and the model hub answers: {cause}"
-        ) from error
+        raise SettingError("model_id", f"{elsewhere} answers: {cause}") from error
     return Path(folder)
 
 
@@ -393,10 +397,8 @@ def ensure_converted(gguf: Path, progress: Progress, dtype: str) -> Path:
         for other in (conversion_path(gguf, EXACT_DTYPE), conversion_path(gguf, "auto")):
             if other.is_dir():
                 return other
-        raise NotConverted(
-            "model_id",
-            f"{gguf.name} is converted by a worker first, into {target.parent}: here is no torch for it",
-        )
+        cause = f"{gguf.name} is converted by a worker first, into {target.parent}: here is no torch for it"
+        raise NotConverted("model_id", cause)
     check_gguf(gguf)
     with cache_errors(CACHE_SETTING, target.parent):
         make_cache_folder(CONVERTED)
@@ -417,15 +419,8 @@ def convert(gguf: Path, target: Path, dtype: str) -> None:
     shutil.rmtree(draft, ignore_errors=True)  # left by a process that was killed
     draft.mkdir()
     try:
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "gpu_worker.engine.quantization.gguf",
-            str(gguf),
-            str(draft),
-            dtype,
-        ]
+        arguments = [str(gguf), str(draft), dtype]
+        command = [sys.executable, "-P", "-m", "gpu_worker.engine.quantization.gguf", *arguments]
         environ = os.environ | {"PARENT_PID": str(os.getpid())}
         done = subprocess.run(
             command,
@@ -436,13 +431,10 @@ def convert(gguf: Path, target: Path, dtype: str) -> None:
             text=True,
         )
         if done.returncode != 0:
-            last = next(
-                (line for line in reversed(done.stdout.splitlines()) if line.strip()),
-                f"exit status {done.returncode}",
-            )
+            lines = done.stdout.strip().splitlines() or [f"exit status {done.returncode}"]
             if os.strerror(errno.ENOSPC) in done.stdout:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target.parent))
-            raise SettingError("model_id", f"{gguf} cannot be converted: {last.strip()}")
+            raise SettingError("model_id", f"{gguf} cannot be converted: {lines[-1].strip()}")
         follow_umask(draft)
         check_files(draft).rename(target)
     finally:

@@ -58,6 +58,9 @@ FIGURES = {
 """Kinds of processes → the numbers in their heartbeats; a missing number is 0."""
 ASLEEP = "asleep"
 """State of a worker that serves other models, and this one when it is asked for."""
+REFUSED = "refused"
+UNFIT = ("silent", REFUSED)
+"""States of workers that do not answer the batcher, or have another model than the workers of the pool."""
 BROKER = "broker"
 """Kind and id of the broker, of which a pool has one."""
 
@@ -102,8 +105,8 @@ async def list_processes(client: PoolClient, monitor: BatcherMonitor) -> Process
         pipe.xlen(client.keys.requests)
         pipe.get(client.keys.batcher)
         pipe.info()
-        pipe.hget(client.keys.state, "silent")
-        (seconds, microseconds), workers, others, num_live, holder, info, silent = await pipe.execute()
+        pipe.hmget(client.keys.state, [*UNFIT])
+        (seconds, microseconds), workers, others, num_live, holder, info, unfit = await pipe.execute()
     seen = [(*member.decode().split(":", 1), seen_ms) for member, seen_ms in others]
     seen += [("worker", name.decode(), seen_ms) for name, seen_ms in workers]
     async with client.redis.pipeline(transaction=False) as pipe:
@@ -125,9 +128,10 @@ async def list_processes(client: PoolClient, monitor: BatcherMonitor) -> Process
         common = {"kind": kind, "id": name, "age_s": round(max(0.0, time_s - seen_ms / 1000), 3)}
         if heartbeat and (own := render_process(kind, heartbeat)) is not None:
             processes[name] = common | own
-    for name in (silent or b"").decode().split():
-        if name in processes:
-            processes[name]["state"] = "silent"
+    for state, names in zip(UNFIT, unfit, strict=True):
+        for name in (names or b"").decode().split():
+            if name in processes:
+                processes[name]["state"] = state
     for name, process in processes.items():
         if process["kind"] == "batcher":
             late = name == holder_name or process["age_s"] > SILENT_S  # its last heartbeat expires soon
@@ -431,7 +435,7 @@ def adapter_gauges(pool: Pool, load: bytes | None) -> Gauges:
 def gauges_of(listed: ProcessList, num_granted: int) -> Gauges:
     """Gauges from the processes' heartbeats; `num_granted` KV blocks are granted to rows."""
     requests, workers = listed.requests, listed.of_kind("worker")
-    loaded = [worker for worker in workers if worker["num_blocks"]]
+    loaded = [worker for worker in workers if worker["num_blocks"] and worker["state"] != REFUSED]
     num_blocks = sum(worker["num_blocks"] for worker in loaded)
     max_tokens = sum(worker["num_blocks"] * worker["block_size"] for worker in loaded)
     usage = num_granted / num_blocks if num_blocks else 0.0

@@ -117,7 +117,8 @@ class WorkerMonitor(Monitor):
         await asyncio.gather(heartbeat, self.read_workers())
 
     async def read_workers(self) -> None:
-        """Read the workers, in one round trip unless others have joined, and note what the ready ones say."""
+        """Read the workers, and note what the ready ones say, but for those that the batcher refuses."""
+        refused = await self.client.redis.hget(self.client.keys.state, "refused")  # type: ignore[misc]
         fields = ["state", "capacity", "adapters"]
         found, seen, now_ms = await self.client.look_at_workers(self.names, fields)
         self.names = [*seen]
@@ -125,7 +126,7 @@ class WorkerMonitor(Monitor):
         holders: dict[str, HeldAdapters] = {}
         for incarnation, seen_ms in seen.items():
             state, capacity, held = found[incarnation]
-            if state != b"ready" or capacity is None:
+            if state != b"ready" or capacity is None or incarnation in (refused or b"").decode().split():
                 continue
             try:
                 ready.append(decode(WorkerCapacity, capacity))

@@ -189,6 +189,7 @@ class WorkerCapacity:
         pooling: EMBED or CLASSIFY (request.py) if its requests pool, with `vocab_size` values each; empty if
             they generate.
         token_ms: time of one prompt token.
+        model_digest: of the model's files, the same on all machines; empty if it is not known.
     """
 
     incarnation: str = wire_field("i")
@@ -215,6 +216,7 @@ class WorkerCapacity:
     pooling: str = wire_field("po", default="")
     all_pictures: bool = wire_field("ap", default=False)
     token_ms: float = wire_field("tm", default=0.0)
+    model_digest: str = wire_field("md", default="")
 
     def places(self, max_batch_size: int) -> int:
         """Rows that it runs at a time, with this MAX_BATCH_SIZE."""

@@ -12,6 +12,7 @@ requests wait in Redis meanwhile: a worker that is killed at any point of this l
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import math
 import signal
@@ -116,6 +117,18 @@ def find_tokenizer(settings: Settings, directory: Path) -> Tokenizer:
     return read_other_tokenizer(found, directory)
 
 
+def model_digest(settings: Settings, directory: Path) -> str:
+    """Digest of the model in a directory, the same on all machines; empty for made weights. That of a GGUF
+    file is its own: conversions differ with DTYPE.
+    """
+    if settings.makes_weights:
+        return ""
+    if (gguf := model_files.gguf_of(settings.model_id)) is not None:
+        return model_files.digest(gguf)
+    digests = sorted(model_files.file_digests(directory).items())
+    return hashlib.sha256(repr(digests).encode()).hexdigest()
+
+
 def capacity(
     settings: Settings, ready: WorkerCapacity, name: str, incarnation: str, directory: Path
 ) -> WorkerCapacity:
@@ -185,6 +198,7 @@ class ServedModel:
         self.ranks = ranks
         self.engine: EngineClient | None = None
         self.state: AgentState | None = None
+        self.digest = ""
         self.doing = "asleep"
         self.woken_from = DISK
         self.swap_ms: dict[str, float] = {}
@@ -260,11 +274,12 @@ class ServedModel:
             if self.woken_from == MEMORY:
                 engine.wake_up()
             if directory:
-                await self.read_tokenizer(directory)
+                await self.read_files(directory)
             ready = await self.loaded(engine, incarnation)
             directory = directory or resolve(self.settings, ready.dtype)
             worker = capacity(self.settings, ready, name, incarnation, directory)
-            await self.read_tokenizer(directory)
+            await self.read_files(directory)
+            worker = replace(worker, model_digest=self.digest)
         except BaseException:
             self.end()
             raise
@@ -287,9 +302,10 @@ class ServedModel:
         async with beat.sending(self.settings.heartbeat_s, lambda: doing):
             return await engine.ready(progress)
 
-    async def read_tokenizer(self, directory: Path) -> None:
-        """Make the state of the first incarnation over an engine, if there is none yet."""
+    async def read_files(self, directory: Path) -> None:
+        """Make the digest and the state of the first incarnation over an engine, if there is none yet."""
         if self.state is None:
+            self.digest = await asyncio.to_thread(model_digest, self.settings, directory)
             tokenizer = await asyncio.to_thread(find_tokenizer, self.settings, directory)
             self.state = AgentState(tokenizer)
             machine.return_memory()

@@ -233,15 +233,9 @@ EQUAL_SETTINGS = (
 
 
 def describe_model(path: Path, settings: Settings, dtype: str, device: str) -> dict[str, str]:
-    """What must be the same at all ranks: settings, and digests of files. The first and last bytes of weights
-    tell others of the same shapes.
-    """
-    weights = [] if settings.makes_weights else model_files.weight_files(path)
-    generation = path / "generation_config.json"  # it says which tokens end a sequence
-    named = [path / name for name in model_files.REQUIRED_FILES]
-    files = [*named, *weights, *([generation] if generation.is_file() else [])]
+    """What must be the same at all ranks: settings, and digests of files."""
     return {
-        **{file.name: model_files.digest(file) for file in files},
+        **model_files.file_digests(path, settings.makes_weights),
         **{name: str(getattr(settings, name)) for name in EQUAL_SETTINGS},
         **{name: str(bool(getattr(settings, name))) for name in ("kv_cache_bytes", "lora_adapters")},
         "version": version("tokenfleet"),

@@ -282,6 +282,25 @@ async def test_workers_that_do_not_answer_the_batcher_are_named(broker: Broker, 
             assert await health(client, one, other) == {"state": "warn", "text": "1 of 2 workers ready"}
 
 
+async def test_a_worker_that_the_batcher_refuses_is_none_that_is_ready(broker: Broker, redis: Redis) -> None:
+    """It has another model: neither its limits nor its cache count."""
+    async with (
+        batching(broker.url),
+        answering(broker.url, Answer([11])) as (one, gateway, client),
+        working(broker.url, TOKENIZER, lambda _: Answer([11])) as other,
+    ):
+        await wait_until(lambda: gateway.pool.workers.num_ready == 2)
+        figures = await Figures(client).read()
+        await redis.hset(KEYS.state, "refused", other.incarnation)  # type: ignore[misc]
+        await wait_until(lambda: gateway.pool.workers.num_ready == 1)
+        assert [ready.incarnation for ready in gateway.pool.workers.ready] == [one.incarnation]
+        assert await health(client, one, other) == {"state": "warn", "text": "1 of 2 workers ready"}
+        found = await Figures(client).read()
+        assert found['tokenfleet_workers{pool="default",state="refused"}'] == 1
+        most = "tgi_batch_max_total_tokens"
+        assert found[most] == figures[most] / 2
+
+
 def worker(state: str = "ready", age_s: float = 0.1) -> dict[str, Any]:
     return {"kind": "worker", "state": state, "age_s": age_s}
 

@@ -47,6 +47,7 @@ from tests.support.broker_state import (
     KEYS,
     admit,
     error_of,
+    make_capacity,
     make_request,
     make_tokens,
     place,
@@ -64,11 +65,15 @@ async def batcher(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     monkeypatch.setattr(Housekeeping, "left_ms", 0)
     monkeypatch.setattr(Housekeeping, "wait_ms", 1)
     monkeypatch.setattr(worker_registry, "STALL_S", 60.0)  # the machine may stop us for a while
-    pool = PoolClient(redis, KEYS)
-    lease = Lease(pool, "b0-1", 60.0)
-    batcher = Batcher(Settings(), pool, lease, await lease.acquire())
+    batcher = await begin_epoch(redis)
     yield batcher
     batcher.close()
+
+
+async def begin_epoch(redis: Redis) -> Batcher:
+    pool = PoolClient(redis, KEYS)
+    lease = Lease(pool, "b0-1", 60.0)
+    return Batcher(Settings(), pool, lease, await lease.acquire())
 
 
 async def turns(batcher: Batcher, most: int = 6) -> None:
@@ -81,9 +86,9 @@ async def turns(batcher: Batcher, most: int = 6) -> None:
             await asyncio.wait(batcher.housekeeping.tasks)
 
 
-async def join(batcher: Batcher, redis: Redis) -> None:
-    """Start a worker, and answer the takeover for it."""
-    await start_worker(redis, "w1")
+async def join(batcher: Batcher, redis: Redis, digest: str = "") -> None:
+    """Start a worker with a model of this digest, and answer the takeover for it."""
+    await start_worker(redis, "w1", encode(make_capacity("w1", model_digest=digest)))
     await turns(batcher, 2)
     answer = encode(Report(1, batcher.epoch, 1, 0, takeover=True))
     await redis.xadd(KEYS.reports("w1"), {"report": answer}, id="1-0")
@@ -145,6 +150,53 @@ async def test_a_worker_that_seals_its_own_logs_is_counted_as_lost_once(
     assert not batcher.pending.deferred
     assert "w1" not in batcher.scheduler.replicas
     assert catalogue.WORKERS_LOST.values[()] == lost + num_lost
+
+
+@pytest.mark.parametrize("had_plans", [False, True])
+async def test_a_worker_of_another_model_waits_until_no_worker_of_this_one_is_left(
+    batcher: Batcher, redis: Redis, caplog: pytest.LogCaptureFixture, had_plans: bool
+) -> None:
+    """Also in the next epoch, in which it comes first: there it is sealed only if it may hold requests, as an
+    earlier release gave it some. Other settings, and no known digest, are no other model.
+    """
+    await batcher.start_epoch()
+    await join(batcher, redis, "ours")
+    others: dict[str, dict[str, Any]] = {
+        "other": {"model_digest": "theirs", "model_id": "org/other"},
+        "changed": {"model_digest": "ours", "block_size": 32, "dtype": "bfloat16"},
+        "old": {},
+    }
+    for name, fields in others.items():
+        await start_worker(redis, name, encode(make_capacity(name, **fields)))
+    await turns(batcher)
+
+    async def have_plans() -> list[str]:
+        names = ("w1", "other", "changed", "old")
+        return [one for one in names if await redis.exists(KEYS.plans(one))]
+
+    assert await have_plans() == ["w1", "changed", "old"]
+    assert await redis.hget(KEYS.state, "refused") == b"other"  # type: ignore[misc]
+    cause = (
+        "worker other waits until no other is left: the files of its model (org/other) are not those of w1"
+    )
+    assert caplog.messages.count(cause) == 1
+    if had_plans:
+        await redis.xadd(KEYS.plans("other"), {"plan": b""}, id="1-1")
+        await admit(redis, make_request("r1"))
+        await place(redis, "r1", "other")
+    await redis.zadd(KEYS.workers, {"w1" if had_plans else "other": 0})
+    batcher.close()
+    batcher = await begin_epoch(redis)
+    await batcher.start_epoch()
+    await turns(batcher)
+    assert batcher.workers.refused == ([] if had_plans else ["other"])
+    assert await redis.exists(KEYS.log("other")) == (not had_plans)
+    for name in ("w1", "changed", "old"):
+        await seal(redis, name, "drained")
+    await turns(batcher)
+    assert await have_plans() == ([] if had_plans else ["other"])
+    assert await redis.hget(KEYS.state, "refused") == b""  # type: ignore[misc]
+    batcher.close()
 
 
 @pytest.mark.parametrize("lost", [1, 2])

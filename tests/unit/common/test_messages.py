@@ -79,7 +79,7 @@ NewRow r a b s k q nc ct su
 Plan e n u pt s b x k t mp mr ra bt
 HeldRow r id a b n k kv s x nc
 Report q e n s p x r t h lr l bh st ln rt sn
-WorkerCapacity i nm m d bs nb pt c eo w dv mi pc sb tn vs sn la lr pi mr po ap tm
+WorkerCapacity i nm m d bs nb pt c eo w dv mi pc sb tn vs sn la lr pi mr po ap tm md
 WorkerDied i
 LogitsParams c g d v
 PoolingParams ps

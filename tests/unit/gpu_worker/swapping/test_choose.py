@@ -1,11 +1,13 @@
-"""Which model a worker serves next: what holds for all loads."""
+"""Which model a worker serves next: what holds for all loads. By what two workers have the same model."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_worker.swapping.swapper import MIN_TURN_S, TURN_SWAPS, PoolDemand, choose
+from common.settings.settings import Settings
+from gpu_worker.swapping.swapper import MIN_TURN_S, TURN_SWAPS, PoolDemand, choose, model_digest
 
 
 def test_a_large_swap_waits_for_a_client_that_asks_again_at_once() -> None:
@@ -54,3 +56,28 @@ def test_a_swap_is_only_ever_to_a_model_that_waits_and_can_be_woken(
 ) -> None:
     found = choose(own, others, lasted_s, idle_s)
     assert found is None or any(other.num_waiting and other.can_wake for other in others)
+
+
+def test_a_digest_is_of_the_files_that_decide_what_a_model_answers(tmp_path: Path) -> None:
+    """Not of where they are, nor of settings. Conversions of a GGUF file differ, and have its digest."""
+
+    def digest(folder: str, model_id: str = "", **files: str) -> str:
+        path = tmp_path / folder
+        path.mkdir(exist_ok=True)
+        written = {"config.json": "{}", "tokenizer.json": "{}", "model.safetensors": "weights"} | {
+            name.replace("__", "."): text for name, text in files.items()
+        }
+        for name, text in written.items():
+            (path / name).write_text(text)
+        return model_digest(Settings(model_id=model_id or str(path)), path)
+
+    own = digest("own")
+    assert own == digest("same", README__md="moved")
+    changed = ("config__json", "tokenizer__json", "model__safetensors", "generation_config__json")
+    assert len({own, *(digest(name, **{name: "[0]"}) for name in changed)}) == 1 + len(changed)
+    (tmp_path / "a.gguf").write_text("weights")
+    (tmp_path / "b.gguf").write_text("others")
+    gguf = digest("exact", str(tmp_path / "a.gguf"))
+    assert gguf == digest("rounded", str(tmp_path / "a.gguf"), model__safetensors="rounded")
+    assert gguf not in (own, digest("exact", str(tmp_path / "b.gguf")))
+    assert not model_digest(Settings(load_format="dummy"), tmp_path / "own")
