@@ -199,8 +199,10 @@ class Agent:
             self.engine.metrics.count_steps()
             with failures.caught():
                 await self.send_heartbeat()
-                for channel, payload in self.flusher.channels.repeated_messages(SILENT_S):
-                    await self.pool.redis.publish(channel, payload)
+                async with self.pool.redis.pipeline(transaction=False) as pipe:
+                    for channel, payload in self.flusher.channels.repeated_messages(SILENT_S):
+                        pipe.publish(channel, payload)
+                    await pipe.execute()
             pause_s = until_beat(min(REPEAT_S, self.settings.heartbeat_s))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
