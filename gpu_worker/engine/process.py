@@ -119,7 +119,9 @@ def serve(link: AgentLink, loaded: Any) -> None:
         return run(settings, info, link, loaded, None)
     if not info.is_local:
         link.send(LoadProgress(f"waiting for all {info.world_size} ranks at {info.address}:{info.port}"))
-    links = connect_ranks(info, peer_timeout_s=settings.worker_ttl_s)
+    links = connect_ranks(
+        info, peer_timeout_s=settings.worker_ttl_s, num_stages=settings.pipeline_parallel_size
+    )
     links.watch(lambda lost: end_with(link, lost))
     try:
         run(settings, info, link, loaded, links)

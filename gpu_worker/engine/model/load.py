@@ -226,10 +226,10 @@ def name_of(dtype: torch.dtype) -> str:
 EQUAL_SETTINGS = (
     *("block_size", "deterministic", "enable_lora", "enforce_eager", "int8_activations", "kv_cache_dtype"),
     *("load_format", "max_batch_size", "max_batch_prefill_tokens", "max_cpu_loras", "max_lora_rank"),
-    *("max_loras", "num_shard", "pipeline_parallel_size", "prefix_caching", "quantize", "rope_factor"),
-    *("rope_scaling", "runner", "speculate", "speculative_config"),
+    *("max_loras", "prefix_caching", "quantize", "rope_factor", "rope_scaling", "runner", "speculate"),
+    "speculative_config",
 )
-"""Settings by which ranks compute the same steps."""
+"""Settings by which ranks compute the same steps; how the model is split, they have compared before."""
 
 
 def describe_model(path: Path, settings: Settings, dtype: str, device: str) -> dict[str, str]:

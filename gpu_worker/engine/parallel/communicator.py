@@ -66,7 +66,7 @@ class Communicator:
         self.commands: Callable[[], bytes] | None = None
         self.unfinished: deque[list[tuple[Any, torch.Tensor]]] = deque([[]])
         if self.world_size > 1:
-            self.links = links or connect_ranks(info)
+            self.links = links or connect_ranks(info, num_stages=num_stages)
             join_process_group(self.links)
         if self.num_stages > 1 and self.tp_size > 1:
             begins = range(0, self.world_size, self.tp_size)

@@ -162,19 +162,24 @@ class RendezvousFailed(Exception):
 
 
 def connect_ranks(
-    info: RankInfo, timeout_s: float = TIMEOUT_S, peer_timeout_s: float = PEER_TIMEOUT_S
+    info: RankInfo,
+    timeout_s: float = TIMEOUT_S,
+    peer_timeout_s: float = PEER_TIMEOUT_S,
+    num_stages: int = 1,
 ) -> RankLinks:
-    """Return when all ranks are connected. `peer_timeout_s`: how long a machine may give no sign of life.
+    """Return when all ranks are connected. Raises RendezvousFailed, SettingError.
 
-    Raises RendezvousFailed, SettingError.
+    Args:
+        peer_timeout_s: how long a machine may give no sign of life.
+        num_stages: of the pipeline in which this rank takes part.
     """
-    links = join(info, timeout_s) if info.rank else gather(info, timeout_s)
+    links = (join if info.rank else gather)(info, timeout_s, num_stages)
     for link in links.peers.values():
         probe(link, peer_timeout_s)
     return links
 
 
-def gather(info: RankInfo, timeout_s: float) -> RankLinks:
+def gather(info: RankInfo, timeout_s: float, num_stages: int) -> RankLinks:
     """Rank 0's part: return when all are connected. Raises RendezvousFailed, SettingError."""
     end_s, joined = time.monotonic() + timeout_s, dict[int, tuple[socket.socket, Member]]()
     with listen(info, port_of(info)) as listener:
@@ -184,7 +189,7 @@ def gather(info: RankInfo, timeout_s: float) -> RankLinks:
                 failure = f"{describe_missing(info, missing, connected)} within {timeout_s:g} s"
                 tell_all((link for link, _ in joined.values()), {"failed": failure})
                 raise RendezvousFailed(failure)
-            take(info, joined, listener.accept()[0])
+            take(info, num_stages, joined, listener.accept()[0])
     return welcome(info, joined)
 
 
@@ -193,20 +198,24 @@ def is_there(joined: Mapping[int, tuple[socket.socket, Member]], rank: int) -> b
     return rank in joined and not select.select([joined[rank][0]], [], [], 0)[0]
 
 
-def take(info: RankInfo, joined: dict[int, tuple[socket.socket, Member]], link: socket.socket) -> None:
+def take(
+    info: RankInfo, num_stages: int, joined: dict[int, tuple[socket.socket, Member]], link: socket.socket
+) -> None:
     """Take in a rank that has connected, or refuse it; forget what says nothing that a rank says."""
     with contextlib.suppress(EOFError, OSError, ValueError, TypeError, KeyError):
         hello = hear(link, CONNECT_TIMEOUT_S)
         rank, world_size = int(hello["rank"]), hello["world_size"]
+        stages = hello.get("num_stages", num_stages)
         cause = first_cause(
             (world_size != info.world_size, f"{world_size} ranks, but {info.world_size} at rank 0"),
+            (stages != num_stages, f"{stages}, but {num_stages} at rank 0"),
             (not 0 < rank < info.world_size, f"rank {rank} is none of {world_size}"),
             (is_there(joined, rank), f"rank {rank} is connected already"),
         )
         if not cause:
             joined[rank] = link, Member(rank, str(hello["host"]), peer_address(link))
             return
-        say(link, {"refused": cause, "world_size": info.world_size})
+        say(link, {"refused": cause, "world_size": info.world_size, "num_stages": num_stages})
     link.close()
 
 
@@ -230,10 +239,11 @@ def welcome(info: RankInfo, joined: Mapping[int, tuple[socket.socket, Member]]) 
     return RankLinks(0, members, links, LOOPBACK, store_port, listener)
 
 
-def join(info: RankInfo, timeout_s: float) -> RankLinks:
+def join(info: RankInfo, timeout_s: float, num_stages: int) -> RankLinks:
     """The part of ranks above 0: return when all are connected. Raises RendezvousFailed, SettingError."""
     address, port = info.address, port_of(info)
-    hello = {"rank": info.rank, "world_size": info.world_size, "host": socket.gethostname()}
+    shape = {"world_size": info.world_size, "num_stages": num_stages}
+    hello = {"rank": info.rank, "host": socket.gethostname(), **shape}
     cause = f"rank 0 has not answered at {address}:{port}"
     end_s = time.monotonic() + timeout_s
     while (left_s := end_s - time.monotonic()) > 0:
@@ -248,8 +258,9 @@ def join(info: RankInfo, timeout_s: float) -> RankLinks:
             link.close()
             if "failed" in answer:
                 raise RendezvousFailed(answer["failed"])
-            if answer["world_size"] != info.world_size:
-                raise SettingError("num_shard", answer["refused"])
+            for setting, name in (("num_shard", "world_size"), ("pipeline_parallel_size", "num_stages")):
+                if answer[name] != shape[name]:
+                    raise SettingError(setting, answer["refused"])
             cause = f"rank 0 at {address} has refused this one: {answer['refused']}"
         time.sleep(RETRY_S)
     raise RendezvousFailed(f"{cause} within {timeout_s:g} s")

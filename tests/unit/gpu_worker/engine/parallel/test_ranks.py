@@ -487,11 +487,20 @@ def test_a_rank_that_has_died_joins_again_and_strangers_disturb_nobody() -> None
         stranger.close()
 
 
-def test_ranks_of_different_worlds_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("world_size", "num_stages", "line"),
+    [
+        (3, 1, "NUM_SHARD: 3 ranks, but 2 at rank 0"),
+        (2, 2, "PIPELINE_PARALLEL_SIZE: 2, but 1 at rank 0"),
+    ],
+)
+def test_ranks_that_split_the_model_in_another_way_are_refused(
+    world_size: int, num_stages: int, line: str
+) -> None:
     given = infos(2)
     start(lambda: connect_ranks(given[0], 3.0))
-    with pytest.raises(SettingError, match="NUM_SHARD: 3 ranks, but 2 at rank 0"):
-        connect_ranks(replace(given[1], world_size=3), 3.0)
+    with pytest.raises(SettingError, match=line):
+        connect_ranks(replace(given[1], world_size=world_size), 3.0, num_stages=num_stages)
 
 
 def test_a_port_that_is_taken_is_named() -> None:
@@ -526,11 +535,6 @@ def write(folder: Path, **files: str) -> Path:
         ({"more_safetensors": ""}, {}, "MODEL_ID: more.safetensors of tiny at rank 1 on node1"),
         ({"generation__config_json": "{}"}, {}, "MODEL_ID: generation_config.json of tiny at rank 1 on"),
         ({}, {"block_size": 32}, "BLOCK_SIZE: block_size of tiny at rank 1 on node1"),
-        (
-            {},
-            {"pipeline_parallel_size": 2},
-            "PIPELINE_PARALLEL_SIZE: pipeline_parallel_size of tiny at rank 1",
-        ),
     ],
 )
 def test_what_differs_is_named_with_its_machine(
