@@ -66,12 +66,16 @@ class SetAdapter:
     rows that have started go on with the one that they have.
 
     Attributes:
-        path: folder with `adapter_config.json` and `adapter_model.safetensors`, on each machine of it; empty:
-            the adapter is unloaded.
+        path: folder with `adapter_config.json` and `adapter_model.safetensors`; empty: the adapter is
+            unloaded.
+        source: its folder, or its hub id, by which ranks on other machines find it.
+        digest: of its files, which must be the same there.
     """
 
     name: str
     path: str = ""
+    source: str = ""
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)

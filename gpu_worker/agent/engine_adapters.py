@@ -104,7 +104,8 @@ class AdapterFollower:
                 raise AdapterFault(adapter.failure)
             folder = await asyncio.to_thread(find_own_folder, adapter)
             self.loading = adapter
-            cause = (await self.engine.ask(SetAdapter(key, str(folder)))).cause
+            command = SetAdapter(key, str(folder), adapter.path, adapter.digest)
+            cause = (await self.engine.ask(command)).cause
             self.loading = None
         except AdapterFault as fault:
             cause = str(fault)

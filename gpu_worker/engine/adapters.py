@@ -14,6 +14,7 @@ All ranks obey the same commands and launch the same steps, so their slots are t
 
 import logging
 import math
+import socket
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from ctypes import addressof, byref
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.nn import functional
 
-from common.adapters import WEIGHTS, AdapterConfig, AdapterFault, read_config
+from common.adapters import WEIGHTS, AdapterConfig, AdapterFault, digest_of, find_folder, read_config
 from common.settings.settings import Settings
 from gpu_worker.engine.attention.backend import zeros
 from gpu_worker.engine.batch.inputs import AdaptedStep, AdaptedTokens, to_device
@@ -493,6 +494,21 @@ class AdapterLayers:
         return output
 
 
+def find_same(wanted: SetAdapter) -> Path:
+    """Return the folder of an adapter on a machine other than rank 0's. Raises AdapterFault if there are
+    other files.
+    """
+    host = socket.gethostname()
+    try:
+        folder, _ = find_folder(wanted.source)
+        digest = digest_of(folder)
+    except AdapterFault as fault:
+        raise AdapterFault(f"on {host}: {fault}") from fault
+    if digest != wanted.digest:
+        raise AdapterFault(f"{folder} on {host} has other files than on the machine of rank 0")
+    return folder
+
+
 def takes_adapters(settings: Settings, device: torch.device) -> bool:
     """Whether a model takes adapters: on CUDA only if asked, since the memory is taken at the start."""
     is_asked = device.type == "cpu" or len(settings.lora_adapters) > 0
@@ -529,17 +545,19 @@ class AdapterCache(StepPart):
     def obey(self, command: SetAdapter, in_use: Iterable[Adapter]) -> AdapterAnswer:
         """Load or unload an adapter; rows go on with those `in_use`."""
         if command.path:
-            answer = self.load(command.name, Path(command.path))
+            answer = self.load(command)
         else:
             self.known.pop(command.name, None)
             answer = AdapterAnswer(command.name)
         self.forget_all_but({*self.known.values(), *in_use})
         return answer
 
-    def load(self, name: str, folder: Path) -> AdapterAnswer:
+    def load(self, command: SetAdapter) -> AdapterAnswer:
         """Load an adapter on all ranks, or on none."""
-        adapter = Adapter(name, str(folder))
-        weights, cause = self.read_on_all_ranks(adapter)
+        name, info = command.name, self.communicator.info
+        is_elsewhere = info.rank != info.local_rank  # where no agent has looked at the files
+        adapter = Adapter(name, command.path)
+        weights, cause = self.read_on_all_ranks(adapter, command if is_elsewhere else None)
         if weights is None:
             log.warning("adapter %s is refused: %s", name, cause)
             return AdapterAnswer(name, cause)
@@ -548,14 +566,19 @@ class AdapterCache(StepPart):
         log.info("adapter %s is loaded", name)
         return AdapterAnswer(name)
 
-    def read_on_all_ranks(self, adapter: Adapter) -> tuple[Packed | None, str]:
+    def read_on_all_ranks(
+        self, adapter: Adapter, wanted: SetAdapter | None = None
+    ) -> tuple[Packed | None, str]:
         """What this rank has of an adapter, if all can read theirs; else None, and the first cause. One that
-        was read before must have the files of then.
+        was read before must have the files of then, and one that is `wanted` the files of rank 0's machine.
         """
         weights, cause, folder = None, "", Path(adapter.folder)
         try:
             if self.layers is None:
                 raise AdapterFault("this worker takes no adapters (ENABLE_LORA)")
+            if wanted:
+                folder = find_same(wanted)
+                adapter.folder = str(folder)
             stamp = stamp_of(folder)
             if adapter.stamp not in ((), stamp):
                 raise AdapterFault(f"{folder} has changed since it was loaded")

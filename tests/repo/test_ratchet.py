@@ -13,15 +13,15 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (12_719, 24_546),
-    "batcher": (2_827, 4_868),
-    "gpu_worker": (10_828, 20_548),
-    "common": (3_758, 7_499),
+    "api": (12_723, 24_551),
+    "batcher": (2_853, 4_907),
+    "gpu_worker": (10_858, 20_601),
+    "common": (3_766, 7_493),
     "deploy": (2_550, 4_407),
-    "tests": (30_316, 52_813),
+    "tests": (30_396, 52_935),
     "benchmarks": (2_561, 4_302),
 }
-MOST_WORDS_OF_DOCS = 21_986
+MOST_WORDS_OF_DOCS = 22_008
 SLACK = 0.01
 
 

@@ -49,7 +49,7 @@ FRAMES: list[Frame] = [
         64,
     ),
     EngineFailure("dtype", "float7 is none"),
-    SetAdapter("sql", "/adapters/sql"),
+    SetAdapter("sql", "/cache/sql", "org/sql@main", "ab"),
     AdapterAnswer("sql", "/adapters/sql has no adapter_config.json"),
     SetAdapter("sql"),
     AdapterAnswer("sql"),

@@ -80,7 +80,8 @@ async def test_the_engine_loads_what_the_registry_has_and_unloads_what_it_has_no
     adapter = await put(follower, write_adapter(tmp_path / "sql"))
     await follow(follower)
     await follow(follower)
-    assert commands(follower) == [SetAdapter(adapter.key, str(tmp_path / "sql"))]
+    folder = str(tmp_path / "sql")
+    assert commands(follower) == [SetAdapter(adapter.key, folder, folder, adapter.digest)]
     assert follower.adapters.message.loaded == [adapter.key]
     await forget(follower)
     await follow(follower)
@@ -133,7 +134,8 @@ async def test_an_adapter_of_the_hub_stays_at_its_commit(
     newest = "2" * 40
     await change_registry(follower.pool, lambda found: found.put(adapter))
     await follow(follower)
-    assert commands(follower) == [SetAdapter(adapter.key, str(tmp_path / ("1" * 40)))]
+    folder = str(tmp_path / ("1" * 40))
+    assert commands(follower) == [SetAdapter(adapter.key, folder, adapter.path, adapter.digest)]
 
 
 async def test_what_the_engine_refuses_is_told_with_the_cause(
@@ -169,7 +171,8 @@ async def test_a_load_that_ended_two_engines_is_not_tried_again(
     agent = await make_agent(redis)
     agent.worker = replace(agent.worker, max_loras=4)
     has_it = follower_of(redis)
-    for next_one, loads in ((has_it, [SetAdapter(adapter.key, adapter.path)]), (follower, [])):
+    command = SetAdapter(adapter.key, adapter.path, adapter.path, adapter.digest)
+    for next_one, loads in ((has_it, [command]), (follower, [])):
         agent.engine = agent.adapters.engine = agent.steps.engine = engine = DyingEngine()
         agent.adapters.loading = None
         assert not agent.is_busy()

@@ -2,6 +2,7 @@
 Adapters that cannot be served are refused with the reason, and the engine goes on.
 """
 
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from common.adapters import digest_of
 from common.messages.request import BeamParams, SamplingParams
+from common.rank import RankInfo
 from gpu_worker.engine.engine import Engine
 from gpu_worker.protocol import AdapterAnswer, SetAdapter
 from tests.support.adapters.tiny_adapters import (
@@ -249,6 +252,20 @@ def test_what_is_loaded_stays_where_its_successor_is_refused(
     change_config(named["b"], use_dora=True)
     assert engine.obey(SetAdapter("a", str(named["b"]))) != AdapterAnswer("a")
     assert play_named(engine, {1: "a"})[1] == ids_of(llama[0], named["a"])
+
+
+def test_a_rank_on_another_machine_takes_the_same_files_alone(
+    llama: tuple[Any, Path], named: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0's agent has looked at its own machine only."""
+    engine = engine_of(llama[1])
+    monkeypatch.setattr(engine.adapters.communicator, "info", RankInfo(1, 2, 0, 1))
+    own, other, digest = str(named["a"]), str(named["b"]), digest_of(named["a"])
+    assert engine.obey(SetAdapter("a", "/cache/of/rank/0", own, digest)) == AdapterAnswer("a")
+    assert engine.adapters.known["a"].folder == own
+    for path, cause in ((other, "has other files than on the machine of rank 0"), ("/no", "no folder /no")):
+        answer = engine.obey(SetAdapter("a", own, path, digest))
+        assert answer and cause in answer.cause and f"on {socket.gethostname()}" in answer.cause
 
 
 # --- refusals -----------------------------------------------------------------------------------------------
