@@ -540,12 +540,13 @@ class JobConsumer:
         is answered at once.
         """
         REQUEST_ID.set(job.id)
-        metrics.count_arrival()
         waits = job.not_before_ms > 1000 * self.pool.client.clock.now_s()
         outcome = await self.register(job, is_noted=not waits)
         if outcome == "live" and waits:
             due_ms = 0 if await self.is_faulty(job) else job.not_before_ms
             outcome = await self.register(job, not_before_ms=due_ms)
+        if outcome != "scheduled":
+            metrics.count_arrival()
         match outcome:
             case "conflict":
                 await self.answer_error(job, conflict("job"))

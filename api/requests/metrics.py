@@ -54,30 +54,33 @@ def count_error(status: int, error_type: str) -> None:
 
 def count_stream(stream: Stream, limits: Limits) -> None:
     """Count a stream that nobody reads any more."""
-    if not stream.admitted:
+    end, times = stream.terminal, stream.times
+    had_ended = times.is_resumed and stream.finished and not stream.source  # an earlier reader has counted it
+    if not stream.admitted or had_ended or (end and end.error_type == "superseded"):
         return
     fit_buckets(limits)
     catalogue.INPUT_LENGTH.observe(len(stream.prompt_ids))
     catalogue.MAX_NEW_TOKENS.observe(stream.request.stopping.max_new_tokens)
-    reason = stream.terminal.reason if stream.terminal else "cancelled"
+    reason = end.reason if end else "cancelled"
     num_tokens = sum(output.num_tokens for output in stream.outputs)
     catalogue.REQUESTS.add(1, stream.request.service_class, reason)
     if stream.finished:
         catalogue.REQUEST_SUCCESS.add()
-        for name, seconds in durations(stream, ARRIVED_S.get() or stream.times.started_s).items():
-            HISTOGRAMS[name].observe(seconds)
         catalogue.GENERATED_TOKENS.observe(num_tokens)
-        times = stream.times
+        if times.is_resumed:
+            return  # its earlier times are not known here
+        for name, seconds in durations(stream, ARRIVED_S.get() or times.started_s).items():
+            HISTOGRAMS[name].observe(seconds)
         if times.first_token_s:  # prefill and decode, as vLLM divides them
             decode_s = times.token_s - times.first_token_s
             catalogue.PREFILL_DURATION.observe(times.first_token_s - times.placed_s)
             catalogue.DECODE_DURATION.observe(decode_s)
             if stream.num_tokens > 1:
                 catalogue.DECODE_PER_TOKEN.observe(decode_s / (stream.num_tokens - 1))
-    elif stream.terminal is None or reason == "cancelled":
+    elif end is None or reason == "cancelled":
         catalogue.REQUEST_FAILURE.add(1, "dropped")
     else:
-        catalogue.REQUEST_FAILURE.add(1, FAILURES.get(stream.terminal.error_type, "generation"))
+        catalogue.REQUEST_FAILURE.add(1, FAILURES.get(end.error_type, "generation"))
 
 
 def fit_buckets(limits: Limits) -> None:

@@ -86,14 +86,13 @@ def age_s(pool: Pool, answer: HttpAnswer) -> float:
 def new_streams(admitted: Admitted) -> list[Stream]:
     """Streams of all choices, without tokens. Their digests are read when their reader is registered."""
     pool, answer, channel = admitted
-    return [
-        new_stream(
-            replace(address(pool.settings, pool.gateway, choice, answer), channel=channel, digest=""),
-            pool.tokenizer,
-            b"" if number else encode(answer),
-        )
-        for number, choice in enumerate(answer.choices())
-    ]
+    streams = []
+    for number, choice in enumerate(answer.choices()):
+        request = replace(address(pool.settings, pool.gateway, choice, answer), channel=channel, digest="")
+        stream = new_stream(request, pool.tokenizer, b"" if number else encode(answer))
+        stream.times.is_resumed = True
+        streams.append(stream)
+    return streams
 
 
 async def read_committed(admitted: Admitted) -> list[Stream]:

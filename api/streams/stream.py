@@ -44,6 +44,7 @@ class StreamTimes:
         heard_s, last_event_s: the last event; the last event or fill.
         placed_s: its start on a worker; if that event was lost, the first token.
         first_token_s, token_s, ended_s: first token, last token, end. These and `placed_s` are 0 until then.
+        is_resumed: an earlier reader has counted what is read from Redis; only events are counted.
     """
 
     def __init__(self, service_class: str) -> None:
@@ -56,6 +57,7 @@ class StreamTimes:
         self.first_token_s = 0.0
         self.token_s = 0.0
         self.ended_s = 0.0
+        self.is_resumed = False
 
     def note_event(self) -> None:
         self.heard_s = self.last_event_s = time.monotonic()
@@ -72,13 +74,14 @@ class StreamTimes:
 
     def note_tokens(self, num_new: int) -> None:
         """Observe the latency of new tokens; tokens that come together share the time since the last one."""
-        if self.first_token_s:
+        if self.first_token_s and not (self.is_resumed and self.last_event_s > self.heard_s):
             latency_s = (self.last_event_s - self.token_s) / num_new
             catalogue.TOKEN_LATENCY.observe(latency_s, self.service_class, times=num_new)
-        else:
+        elif not self.first_token_s:
             self.placed_s = self.placed_s or self.last_event_s
             self.first_token_s = self.last_event_s
-            catalogue.FIRST_TOKEN.observe(self.last_event_s - self.started_s, self.service_class)
+            if not self.is_resumed:
+                catalogue.FIRST_TOKEN.observe(self.last_event_s - self.started_s, self.service_class)
         self.token_s = self.last_event_s
 
 

@@ -267,6 +267,26 @@ async def test_counts_durations_and_lengths_of_requests(broker: Broker) -> None:
         await figures.until(f'tokenfleet_requests_total{{{ours},reason="length"}}', 1)
 
 
+async def test_an_answer_that_is_read_again_is_counted_once(broker: Broker) -> None:
+    async with answering(broker.url, scripted, step_s=0.02) as (_, _, client):
+        figures = await Figures(client).begin()
+        async with client.stream("POST", "/generate_stream", json=body() | {"resume_s": 60}) as first:
+            place = first.headers["content-location"]
+            frames = first.aiter_lines()
+            await anext(frames)
+            assert (await client.get(place)).status_code == 200  # the first reader is superseded
+            assert "another connection" in "".join([line async for line in frames])
+        for path in (place, place, place.removesuffix("/stream")):
+            assert (await client.get(path)).status_code == 200
+        assert (await client.post("/generate", json=body(max_new_tokens=3))).status_code == 200
+        ours = 'class="standard",pool="default"'
+        await figures.until("tgi_request_success", 2)
+        await figures.until("tgi_request_generated_tokens_sum", len(IDS) + 1 + 3)
+        await figures.until(f"tokenfleet_time_to_first_token_seconds_count{{{ours}}}", 2)
+        assert await figures.added(f"tokenfleet_inter_token_latency_seconds_count{{{ours}}}") <= len(IDS) + 2
+        assert await figures.added('tgi_request_failure{err="generation"}') == 0
+
+
 async def test_failures_are_counted_by_cause(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     async with answering(broker.url, scripted, max_concurrent_requests=1) as (worker, gateway, client):
         figures = await Figures(client).begin()
