@@ -33,7 +33,7 @@ from api.requests.monitors import SILENT_S, BatcherMonitor
 from api.requests.pool import Pool
 from api.requests.service_terms import own_pool, pools_of
 from common.adapters import AdapterLoad
-from common.broker.client import CONNECT_TIMEOUT_S, ERRORS
+from common.broker.client import ERRORS
 from common.broker.keys import SLEEPER, STARTING
 from common.broker.pool_client import PoolClient
 from common.messages.codec import WireError, decode
@@ -373,6 +373,8 @@ async def request_timeline(request: Request, request_id: RequestId) -> Response:
 
 metrics_router = APIRouter(tags=[HEALTH])
 MAX_ADAPTERS_SHOWN = 64
+BROKER_PATIENCE_S = 2.0
+"""Less than Prometheus waits for in deploy/prometheus: a late answer means that no gateway is up."""
 
 
 @metrics_router.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
@@ -384,7 +386,7 @@ async def metrics(request: Request) -> Response:
     values: Values | None = None
     gauges: Gauges = {catalogue.BROKER_UP.name: {(): 0.0}}
     with contextlib.suppress(*ERRORS):
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+        async with asyncio.timeout(BROKER_PATIENCE_S):
             totals = await read_totals(pool.client)
             state, fields = pool.client.keys.state, ["blocks", "adapters"]
             granted, load = await pool.client.redis.hmget(state, fields)  # type: ignore[misc]

@@ -174,7 +174,6 @@ class Protocol(NamedTuple):
         span: TGI's name of its spans, and `operation` that of GenAI.
         streams: whether it answers in frames; None where the body's `stream` says so.
         by_field: other rows, by the field that a body for them has.
-        counts: whether it asks for tokens: it is counted, traced, and part of the gateway's load.
         resumable: a POST with `Last-Event-ID` goes on with an earlier answer.
         job: what jobs of this kind are called.
         prompt: the fields of a body that stand in a job beside its parameters.
@@ -203,7 +202,6 @@ class Protocol(NamedTuple):
     instead_of: Sequence[str] = ()
     streams: bool | None = None
     by_field: Mapping[str, "Protocol"] = {}
-    counts: bool = True
     resumable: bool = False
     job: str = "generate"
     prompt: Sequence[str] = ()
@@ -236,9 +234,10 @@ def row_of(scope: Scope) -> Protocol | None:
 
 
 def asks_for_tokens(scope: Scope) -> bool:
-    """Whether a request is for tokens: it is counted, and traced."""
-    row = row_of(scope)
-    return row is not None and row.counts and scope["method"] == "POST"
+    """Whether a request is for tokens, vectors or scores: it is counted, traced, and part of the gateway's
+    load.
+    """
+    return row_of(scope) is not None and scope["method"] == "POST"
 
 
 def errors_of(scope: Scope) -> Family:

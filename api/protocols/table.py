@@ -76,6 +76,7 @@ async def serve_on(
     if answer.requests[0].webhook:
         await check_room(pool.client)
     reader = Reader(pool, answer, await pool.submit_all(answer, is_stored(answer)))
+    POOL_REQUESTS.add(1, target.shown, pool.settings.pool)
     compute_type = pool.settings.compute_type
     headers = {"x-compute-type": compute_type} if compute_type else {}
     headers |= {"x-compute-characters": str(answer.num_chars), **reader.streams[-1].limit_headers}
@@ -85,7 +86,6 @@ async def serve_on(
         response = Response(content, 200, headers, "application/json")
     else:
         response = await respond(request, reader, protocol.renderer, headers, ARRIVED_S.get())
-    POOL_REQUESTS.add(1, target.shown, pool.settings.pool)
     return response
 
 

@@ -95,11 +95,12 @@ def durations(stream: Stream, arrived_s: float) -> dict[str, float]:
     """What a finished stream took in seconds, by the names of HISTOGRAMS. `arrived_s` is the monotonic time
     of the request's arrival.
     """
-    inference_s = stream.times.ended_s - stream.times.placed_s
+    started_s, placed_s = stream.times.started_s, stream.times.placed_s or stream.times.started_s
+    inference_s = stream.times.ended_s - placed_s
     return {
         "total-time": stream.times.ended_s - arrived_s,
-        "validation-time": stream.times.started_s - arrived_s,
-        "queue-time": stream.times.placed_s - stream.times.started_s,
+        "validation-time": started_s - arrived_s,
+        "queue-time": placed_s - started_s,
         "inference-time": inference_s,
         "time-per-token": inference_s / max(1, sum(output.num_tokens for output in stream.outputs)),
     }

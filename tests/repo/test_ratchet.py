@@ -13,12 +13,12 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (12_723, 24_551),
+    "api": (12_736, 24_559),
     "batcher": (2_853, 4_907),
     "gpu_worker": (10_858, 20_601),
     "common": (3_766, 7_493),
     "deploy": (2_550, 4_407),
-    "tests": (30_396, 52_935),
+    "tests": (30_424, 52_967),
     "benchmarks": (2_561, 4_302),
 }
 MOST_WORDS_OF_DOCS = 22_008

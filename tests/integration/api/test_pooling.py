@@ -14,6 +14,7 @@ import torch
 
 from common.messages.request import Generate
 from deploy.launcher.embedded_broker import Broker
+from tests.integration.api.test_admin import Figures
 from tests.support.answers import post
 from tests.support.fleet.gateways import nothing_left
 from tests.support.pooling.pooling_gateway import VectorWorker, pooling_gateway
@@ -61,6 +62,17 @@ async def test_openai_gets_a_vector_for_each_input_in_order(served: Any) -> None
     num_tokens = sum(len(worker.tokenizer.encode(text).ids) for text in TEXTS)
     assert answer["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     assert (answer["object"], answer["model"], answer["data"][0]["object"]) == ("list", "tiny", "embedding")
+
+
+async def test_it_is_counted_with_its_times_as_any_request(served: Any) -> None:
+    _, client = served
+    figures = await Figures(client).begin()
+    answer = await client.post("/v1/embeddings", json={"input": TEXTS})
+    times = [int(answer.headers[f"x-{name}-time"]) for name in ("total", "validation", "queue", "inference")]
+    assert min(times) >= 0 and max(times) == times[0] < 3_600_000
+    await figures.until("tgi_request_count", 1)
+    await figures.until("tgi_request_success", len(TEXTS))
+    assert await figures.added("tgi_request_queue_duration_sum") >= 0
 
 
 async def test_base64_is_of_little_endian_floats_and_dimensions_are_normalised_again(served: Any) -> None:
