@@ -118,13 +118,13 @@ def find_tokenizer(settings: Settings, directory: Path) -> Tokenizer:
 
 
 def model_digest(settings: Settings, directory: Path) -> str:
-    """Digest of the model in a directory, the same on all machines; empty for made weights. That of a GGUF
-    file is its own: conversions differ with DTYPE.
+    """Digest of the model in a directory, the same on all machines; empty for made weights. A converted GGUF
+    file has its own, which is in the directory's name: conversions differ with DTYPE.
     """
     if settings.makes_weights:
         return ""
-    if (gguf := model_files.gguf_of(settings.model_id)) is not None:
-        return model_files.digest(gguf)
+    if directory.parent == model_files.cache_folder(model_files.CONVERTED):
+        return directory.name.removesuffix(f"-{model_files.EXACT_DTYPE}").rpartition("-")[2]
     digests = sorted(model_files.file_digests(directory).items())
     return hashlib.sha256(repr(digests).encode()).hexdigest()
 

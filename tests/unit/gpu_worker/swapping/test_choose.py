@@ -3,9 +3,11 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common import model_files
 from common.settings.settings import Settings
 from gpu_worker.swapping.swapper import MIN_TURN_S, TURN_SWAPS, PoolDemand, choose, model_digest
 
@@ -58,10 +60,12 @@ def test_a_swap_is_only_ever_to_a_model_that_waits_and_can_be_woken(
     assert found is None or any(other.num_waiting and other.can_wake for other in others)
 
 
-def test_a_digest_is_of_the_files_that_decide_what_a_model_answers(tmp_path: Path) -> None:
+def test_a_digest_is_of_the_files_that_decide_what_a_model_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not of where they are, nor of settings. Conversions of a GGUF file differ, and have its digest."""
 
-    def digest(folder: str, model_id: str = "", **files: str) -> str:
+    def digest(folder: str, **files: str) -> str:
         path = tmp_path / folder
         path.mkdir(exist_ok=True)
         written = {"config.json": "{}", "tokenizer.json": "{}", "model.safetensors": "weights"} | {
@@ -69,15 +73,18 @@ def test_a_digest_is_of_the_files_that_decide_what_a_model_answers(tmp_path: Pat
         }
         for name, text in written.items():
             (path / name).write_text(text)
-        return model_digest(Settings(model_id=model_id or str(path)), path)
+        return model_digest(Settings(), path)
 
     own = digest("own")
     assert own == digest("same", README__md="moved")
     changed = ("config__json", "tokenizer__json", "model__safetensors", "generation_config__json")
     assert len({own, *(digest(name, **{name: "[0]"}) for name in changed)}) == 1 + len(changed)
-    (tmp_path / "a.gguf").write_text("weights")
-    (tmp_path / "b.gguf").write_text("others")
-    gguf = digest("exact", str(tmp_path / "a.gguf"))
-    assert gguf == digest("rounded", str(tmp_path / "a.gguf"), model__safetensors="rounded")
-    assert gguf not in (own, digest("exact", str(tmp_path / "b.gguf")))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in ("a", "other-name", "b"):
+        (tmp_path / f"{name}.gguf").write_text("others" if name == "b" else "weights")
+    exact, rounded, same, other = (
+        model_digest(Settings(), model_files.conversion_path(tmp_path / f"{name}.gguf", dtype))
+        for name, dtype in (("a", "float32"), ("a", "auto"), ("other-name", "auto"), ("b", "auto"))
+    )
+    assert exact == rounded == same != other
     assert not model_digest(Settings(load_format="dummy"), tmp_path / "own")
