@@ -14,7 +14,15 @@ from redis.exceptions import ConnectionError
 from batcher import worker_registry
 from batcher.housekeeping import OrphanTracker
 from batcher.inbox import Inbox
-from batcher.lease import HEARTBEATS_TO_SHOW, HeartbeatCount, Lease, LeaseLost, PoolClock, is_needed
+from batcher.lease import (
+    HEARTBEATS_TO_SHOW,
+    HeartbeatCount,
+    Lease,
+    LeaseLost,
+    PoolClock,
+    WritesLost,
+    is_needed,
+)
 from batcher.scheduling.replica import WorkerLimits
 from batcher.scheduling.scheduler import Scheduler
 from batcher.scheduling.sequence import Sequence
@@ -299,6 +307,20 @@ LONG_S = 60.0
 
 def make_lease(redis: Redis, holder: str, ttl_s: float = LONG_S) -> Lease:
     return Lease(PoolClient(redis, KEYS), holder, ttl_s)
+
+
+async def test_a_broker_that_may_lack_what_was_written_ends_the_epoch(redis: Redis) -> None:
+    lease = make_lease(redis, "b0")
+    await lease.acquire()
+    server_id, lease.server_id = lease.server_id, "another"
+    with pytest.raises(WritesLost, match="replaced"):
+        await lease.renew()
+    lease.server_id, lease.clock = server_id, PoolClock(9_000_000)
+    await redis.flushdb()
+    with pytest.raises(WritesLost, match="everything"):
+        await lease.renew()
+    await lease.acquire()
+    assert lease.clock.now_ms() >= 9_000_000
 
 
 async def test_an_expired_lease_that_nobody_took_is_renewed(redis: Redis) -> None:

@@ -478,6 +478,29 @@ async def test_nothing_is_written_for_a_request_that_is_gone_or_by_a_sealed_work
     assert not await redis.exists(KEYS.logits("r1"))
 
 
+async def test_logits_and_streams_of_processes_that_die_at_once_expire(redis: Redis) -> None:
+    await start(redis)
+    assert await write(redis, 0, ROW) == 1
+    for key in (KEYS.logits("r1"), KEYS.log("w1"), KEYS.reports("w1")):
+        assert await redis.pttl(key) > 0
+
+
+async def test_a_request_that_is_offered_again_after_its_end_does_not_expire(redis: Redis) -> None:
+    """The client was shown other tokens than those with which a broker, restored, says that it ended."""
+    await end(redis, "length")
+    offered: Any = {"made_by": "w1", "made_in": 1, "records": packed(2), "prompt_records": b""}
+    reader: Any = {"num_cached": None, "answer": b"", "reader": 0, "connection": 0}
+    call = request_scripts.offer(KEYS, replace(REQUEST, num_shown=2), reopen=True, **offered, **reader)
+    assert (await run_script(redis, call)).outcome == "queued"
+    assert await redis.pttl(KEYS.request("r1")) == -1
+
+
+async def test_an_answer_that_ended_as_cancelled_has_no_new_reader(redis: Redis) -> None:
+    await admit_request(redis, REQUEST)
+    await redis.hset(KEYS.request("r1"), "terminal", "cancelled")  # type: ignore[misc]
+    assert await attach(redis, "r1", gateway="g2") == AttachReply("cancelled")
+
+
 # --- places -------------------------------------------------------------------------------------------------
 
 
