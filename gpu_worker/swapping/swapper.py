@@ -123,7 +123,7 @@ def model_digest(settings: Settings, directory: Path) -> str:
     """
     if settings.makes_weights:
         return ""
-    if directory.parent == model_files.cache_folder(model_files.CONVERTED):
+    if directory.parent == machine.cache_folder(model_files.CONVERTED):
         return directory.name.removesuffix(f"-{model_files.EXACT_DTYPE}").rpartition("-")[2]
     digests = sorted(model_files.file_digests(directory).items())
     return hashlib.sha256(repr(digests).encode()).hexdigest()
