@@ -43,24 +43,25 @@ local function keep_entries(jobs, submit, id)
   end
 end
 
--- Put a job's kept entries into `submit`. A scheduled job remembers its first entry; a dead one is new.
+-- Put a job's kept entries into `submit`, where others of it may be still, with the fields that say something.
+-- A scheduled job remembers its first entry; a dead one is new.
 local function submit_entries(jobs, submit, id, is_new)
   local entries = redis.call('HGETALL', jobs .. ':entries:' .. id)
   local first_entry = redis.call('HGET', jobs .. ':record:' .. id, 'first_entry') or ''
   for i = 1, #entries, 2 do
-    local fields = {}
-    local kept = cmsgpack.unpack(entries[i + 1])
-    for j = 1, #kept, 2 do
-      if kept[j] ~= 'first_entry' then
-        fields[#fields + 1] = kept[j]
-        fields[#fields + 1] = kept[j + 1]
+    if not string.match(entries[i + 1], '^%d+%-%d+$') then
+      local kept, named = cmsgpack.unpack(entries[i + 1]), {}
+      for j = 1, #kept, 2 do named[kept[j]] = kept[j + 1] end
+      named.first_entry = not is_new and first_entry ~= '' and first_entry or nil
+      local fields = {}
+      for _, name in ipairs({'job', 'api_key', 'first_entry'}) do
+        if named[name] then
+          fields[#fields + 1] = name
+          fields[#fields + 1] = named[name]
+        end
       end
+      redis.call('HSET', jobs .. ':entries:' .. id, entries[i], redis.call('XADD', submit, '*', unpack(fields)))
     end
-    if not is_new and first_entry ~= '' then
-      fields[#fields + 1] = 'first_entry'
-      fields[#fields + 1] = first_entry
-    end
-    redis.call('HSET', jobs .. ':entries:' .. id, entries[i], redis.call('XADD', submit, '*', unpack(fields)))
   end
   move_job(jobs, id, 'live', now_ms(), JOB_TTL_MS)
 end

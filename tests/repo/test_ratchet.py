@@ -18,7 +18,7 @@ MOST = {  # statements, lines
     "gpu_worker": (10_858, 20_601),
     "common": (3_766, 7_493),
     "deploy": (2_550, 4_407),
-    "tests": (30_454, 53_019),
+    "tests": (30_464, 53_034),
     "benchmarks": (2_561, 4_302),
 }
 MOST_WORDS_OF_DOCS = 22_008

@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError
 
 from api.jobs import records
-from api.jobs.records import DEAD, DONE, JobEnding
+from api.jobs.records import DEAD, DONE, SCHEDULED, JobEnding
 from api.requests import request_scripts
 from api.requests.metrics import month_begin, month_name, read_hours, read_months, seconds_to_next_month
 from api.requests.request_scripts import AdmitReply, AttachReply, cancel_request
@@ -545,12 +545,15 @@ GROUP = "g"
 BROKEN = JobEnding(DEAD, 424, "generation", "it broke")
 
 
-async def note(redis: Redis, job_id: str, address: str = "") -> str:
+async def note(
+    redis: Redis, job_id: str, address: str = "", not_before_ms: int = 0, num_fields: int = 0
+) -> str:
     """Submit a job, and note it."""
-    entry_id: str = (await redis.xadd(KEYS.submit, {"job": "{}"})).decode()
+    fields: dict[Any, Any] = {"job": "{}", **{f"x{number}": "" for number in range(num_fields)}}
+    entry_id: str = (await redis.xadd(KEYS.submit, fields)).decode()
     args: Args = dict.fromkeys(script_names("register_job")[1].given, "")
     args |= {"job_id": job_id, "entry_id": entry_id, "address": address, "group": GROUP, "digest": "d"}
-    args |= {"not_before_ms": 0, "max_scheduled": 9, "max_addresses": 9}
+    args |= {"not_before_ms": not_before_ms, "max_scheduled": 9, "max_addresses": 9}
     more = ["first_entry", entry_id]
     return await run_script(
         redis, call_script("register_job", bytes.decode, KEYS, job_id, args=args, more_args=more)
@@ -579,6 +582,18 @@ async def test_of_too_many_dead_jobs_the_oldest_leave_with_all_that_is_kept(
     await note(redis, "d")
     await end_job(redis, "d")
     assert await members(redis, DEAD) == [b"c", b"d"]
+
+
+async def test_a_scheduled_job_is_submitted_whatever_its_entries_are(redis: Redis) -> None:
+    """One of thousands of fields, and one that is still in `submit` for another address."""
+    await note(redis, "a", "first")
+    assert await note(redis, "a", "second", not_before_ms=2**42, num_fields=10_000) == "scheduled"
+    await redis.zadd(KEYS.job_set(SCHEDULED), {"a": 1})
+    release = call_script("release_jobs", int, KEYS, args={"max_jobs": 9, "submit_limit": 9})
+    assert await run_script(redis, release) == 1
+    (first_entry, _), (_, fields) = await redis.xrange(KEYS.submit)
+    assert fields == {b"job": b"{}", b"first_entry": first_entry}
+    assert await members(redis, SCHEDULED) == []
 
 
 async def test_a_done_job_is_remembered_without_its_entry(redis: Redis) -> None:
