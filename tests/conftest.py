@@ -48,7 +48,7 @@ FLEETS = ("clients", "fleet/two_workers", "fleet")
 LOADED = ("tests/unit/gpu_worker/engine", "tests/unit/gpu_worker/engine/sampling")
 BUDGETS_S = {"unit/gpu_worker": 130, "unit": 85, "integration": 130, "fleet": 60, "repo": 30}
 DEFAULT_MARKS = "not slow and not gpu"
-LONG = ("unit/gpu_worker", "integration", "repo")
+LONG = ("unit/gpu_worker", "unit/batcher", "unit/common", "integration", "repo")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
