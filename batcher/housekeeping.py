@@ -239,10 +239,7 @@ class Housekeeping:
                 self.end_waiting_clients()
         for request_id in await self.adapters.look(self.scheduler, self.workers.holders):
             self.scheduler.cancel(request_id, "adapter")
-        async with self.pool.redis.pipeline(transaction=False) as pipe:
-            for channel, payload in self.channels.repeated_messages(SILENT_S):
-                pipe.publish(channel, payload)
-            await pipe.execute()
+        await self.pool.publish(self.channels.repeated_messages(SILENT_S))
         await self.publish_state(undecodable, control_id)
         return dead
 

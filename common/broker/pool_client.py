@@ -132,6 +132,13 @@ class PoolClient:
                 )
             wanted = sorted({*wanted, *seen_ms})
 
+    async def publish(self, messages: Iterable[tuple[str, bytes]]) -> None:
+        """Publish the payload of each (channel, payload), in one round trip."""
+        async with self.redis.pipeline(transaction=False) as pipe:
+            for channel, payload in messages:
+                pipe.publish(channel, payload)
+            await pipe.execute()
+
     async def processes(self, kind: str) -> dict[str, float]:
         """Return name → time of the last heartbeat (ms) of the processes of one kind, other than `worker`;
         some may have died.

@@ -199,10 +199,7 @@ class Agent:
             self.engine.metrics.count_steps()
             with failures.caught():
                 await self.send_heartbeat()
-                async with self.pool.redis.pipeline(transaction=False) as pipe:
-                    for channel, payload in self.flusher.channels.repeated_messages(SILENT_S):
-                        pipe.publish(channel, payload)
-                    await pipe.execute()
+                await self.pool.publish(self.flusher.channels.repeated_messages(SILENT_S))
             pause_s = until_beat(min(REPEAT_S, self.settings.heartbeat_s))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
