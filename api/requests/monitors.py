@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from api.errors import LOADING_S, invalid, unavailable
 from api.requests.validate import Limits
@@ -118,15 +119,16 @@ class WorkerMonitor(Monitor):
 
     async def read_workers(self) -> None:
         """Read the workers, and note what the ready ones say, but for those that the batcher refuses."""
-        refused = await self.client.redis.hget(self.client.keys.state, "refused")  # type: ignore[misc]
-        fields = ["state", "capacity", "adapters"]
-        found, seen, now_ms = await self.client.look_at_workers(self.names, fields)
+        names: Any = self.client.redis.hget(self.client.keys.state, "refused")
+        look = self.client.look_at_workers(self.names, ["state", "capacity", "adapters"])
+        names, (found, seen, now_ms) = await asyncio.gather(names, look)
+        refused = (names or b"").decode().split()
         self.names = [*seen]
         ages_s, ready = [], []
         holders: dict[str, HeldAdapters] = {}
         for incarnation, seen_ms in seen.items():
             state, capacity, held = found[incarnation]
-            if state != b"ready" or capacity is None or incarnation in (refused or b"").decode().split():
+            if state != b"ready" or capacity is None or incarnation in refused:
                 continue
             try:
                 ready.append(decode(WorkerCapacity, capacity))
