@@ -90,7 +90,8 @@ async def list_models(
     models = []
     for name in pools.served_names():  # of pools that are not open nobody knows what their model makes
         opened = (pool for pool in pools.all() if names_own(name, pool.settings))
-        models += [] if name in adapters else [render_model(name, next(opened, None))]
+        if name not in adapters:
+            models.append(render_model(name, next(opened, None)))
     models += adapters.values()
     if VERSION_HEADER in request.headers:
         return page(models, limit, after_id, before_id)

@@ -412,7 +412,7 @@ def check_loading(pool: Pool, adapter: PoolAdapter) -> None:
     registry = pool.adapters.registry
     known = registry.adapters.get(adapter.key)
     if known and known.added_ms == adapter.added_ms:
-        registry.with_ready(known.key)
+        registry.with_ready(known.key)  # raises
         refuse((bool(known.failure), f"`lora_path`: {known.failure}"))
     for incarnation, held in pool.workers.holders.items():
         if why := held.why_not(adapter):

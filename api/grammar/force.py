@@ -43,6 +43,7 @@ UNHELD = (
 )
 """Keywords of an object or a text to which calls of single arguments cannot be held."""
 WHOLE = "the-whole"
+"""The name of a definition that is the whole schema."""
 PLACE = re.compile(r"#(?!/(\$defs|definitions)/)")
 """A reference to a schema, or to a part of it that is no definition."""
 PYTHON_NAME = re.compile(f"[^\\s{re.escape(NO_NAME)}]+")

@@ -52,6 +52,7 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
 DECIDING = {"type", "$ref", "enum", "const", "anyOf", "oneOf", "allOf"}
 """Keywords without one of which a schema with `properties` means an object."""
 IN_URIS = "#/%~!$&'()*+,;=:@?"
+"""Characters that stay as they are in a reference."""
 OF_OTHERS = {"additionalProperties", "patternProperties"}
 """Keywords that say something of properties which the schema does not list."""
 OF_OBJECTS = {"properties", "required", "minProperties", "maxProperties"} | OF_OTHERS

@@ -139,9 +139,9 @@ class KeeperChannel:
             pass
 
     async def send_late(self) -> None:
-        while self.late:
+        while self.late and self.is_open:
             await asyncio.sleep(LATE_S)
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(OSError):
                 while self.late:
                     await self.send(self.late[0])
                     self.late.popleft()

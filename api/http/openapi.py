@@ -206,7 +206,8 @@ def build_document(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         document = FastAPI.openapi(app)
         security: list[Any] = [{name: []} for name in KEY_SCHEMES]
-        security += [{}] * (not app.state.settings.api_key)
+        if not app.state.settings.api_key:
+            security.append({})
         document["components"]["securitySchemes"] = KEY_SCHEMES
         # FastAPI adds a response 422 to each route with parameters: our routes name their errors themselves
         schemas = document["components"]["schemas"]

@@ -74,14 +74,14 @@ class StreamTimes:
 
     def note_tokens(self, num_new: int) -> None:
         """Observe the latency of new tokens; tokens that come together share the time since the last one."""
-        if self.first_token_s and not (self.is_resumed and self.last_event_s > self.heard_s):
-            latency_s = (self.last_event_s - self.token_s) / num_new
-            catalogue.TOKEN_LATENCY.observe(latency_s, self.service_class, times=num_new)
-        elif not self.first_token_s:
+        if not self.first_token_s:
             self.placed_s = self.placed_s or self.last_event_s
             self.first_token_s = self.last_event_s
             if not self.is_resumed:
                 catalogue.FIRST_TOKEN.observe(self.last_event_s - self.started_s, self.service_class)
+        elif not self.is_resumed or self.last_event_s == self.heard_s:
+            latency_s = (self.last_event_s - self.token_s) / num_new
+            catalogue.TOKEN_LATENCY.observe(latency_s, self.service_class, times=num_new)
         self.token_s = self.last_event_s
 
 

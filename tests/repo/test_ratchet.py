@@ -13,12 +13,12 @@ import pytest
 from tests.support.source_tree import ROOT, parse
 
 MOST = {  # statements, lines
-    "api": (12_736, 24_559),
-    "batcher": (2_853, 4_907),
-    "gpu_worker": (10_858, 20_601),
-    "common": (3_766, 7_493),
+    "api": (12_740, 24_565),
+    "batcher": (2_850, 4_904),
+    "gpu_worker": (10_855, 20_598),
+    "common": (3_771, 7_500),
     "deploy": (2_550, 4_407),
-    "tests": (30_464, 53_034),
+    "tests": (30_464, 53_037),
     "benchmarks": (2_561, 4_302),
 }
 MOST_WORDS_OF_DOCS = 22_000

@@ -24,6 +24,13 @@ def stretches(page: Page) -> list[list[tuple[str, str]]]:
     return [[(worker, text) for worker, text in cell] for cell in found]
 
 
+def run_whole_wall(page: Page) -> None:
+    """Run it, until each cell has all of the text."""
+    run_wall(page)
+    expect(page.locator(".cell[data-state=done]")).to_have_count(NUM_STREAMS)
+    assert {"".join(text for _, text in cell) for cell in stretches(page)} == {TEXT}
+
+
 @pytest.mark.slow
 def test_streams_of_a_killed_worker_pause_hop_and_go_on(browser: Browser) -> None:
     with ScriptedGateway(2, TEXT, pause_s=1.0) as gateway, opened(browser, gateway.url) as page:
@@ -114,9 +121,7 @@ def test_replicas_of_one_name_are_told_apart_by_what_is_their_hosts_own(browser:
 def test_reasoning_is_text_of_a_cell(browser: Browser) -> None:
     with ScriptedGateway(2, TEXT) as gateway, opened(browser, gateway.url) as page:
         gateway.num_thoughts = 20
-        run_wall(page)
-        expect(page.locator(".cell[data-state=done]")).to_have_count(NUM_STREAMS)
-        assert {"".join(text for _, text in cell) for cell in stretches(page)} == {TEXT}
+        run_whole_wall(page)
 
 
 @pytest.mark.slow
@@ -137,9 +142,7 @@ def test_stopped_streams_are_cancelled(browser: Browser) -> None:
 def test_a_lost_connection_is_made_again_and_no_event_comes_twice(browser: Browser) -> None:
     with ScriptedGateway(2, TEXT) as gateway, opened(browser, gateway.url) as page:
         gateway.cut_after = 20
-        run_wall(page)
-        expect(page.locator(".cell[data-state=done]")).to_have_count(NUM_STREAMS)
-        assert {"".join(text for _, text in cell) for cell in stretches(page)} == {TEXT}
+        run_whole_wall(page)
         _, again, *_ = [body["streams"] for _, path, body in gateway.asked if path == "/requests/streams"]
         assert all("/" in place for place in again)
 
